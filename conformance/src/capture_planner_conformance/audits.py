@@ -79,6 +79,7 @@ def audit(
     ``progress`` is called before each attack with its name and the number of all.
     """
     cases = list(_cases(shapes[0], seed))
+    # Only to read which fields its roles have: no step runs.
     with subject.stage(subject, cases[0].scene) as stage:
         records = [
             AuditResult(
@@ -140,7 +141,9 @@ def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> Audi
         together = Case(scene=scene, steps=(*before, *(step for case in alone for step in case.steps[-_PAIR:])))
         if (found := _attacked(subject, together, record)) is not None:
             result, ran = found
+            # The number of steps that ran says which case failed.
             number = max(ran - len(before), 0) // _PAIR
+            # Alone, that case may pass; then the combined one is reported.
             again = _attacked(subject, alone[number], record)
             return result if again is None else again[0]
     return record

@@ -65,6 +65,7 @@ def scenes(
         for name, feature in kind.features.items()
         if features is None or name in features
     }
+    # Entries beyond the limits would be larger than the backend's cap.
     if drawn.get("capped"):
         drawn["beyond"] = 0
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
@@ -81,6 +82,7 @@ def scenes(
     if not k and "lazy" in drawn:
         # Graphs fill their own fields then, which a capture between two steps overwrites.
         drawn["lazy"] = draw(st.booleans())
+    # Without drafts it keeps its default: no two scenes differ in what has no effect.
     drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
     slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.
@@ -90,6 +92,7 @@ def scenes(
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
     # The default policy plans a graph for each number of requests, most of which a lazy plan captures on first use.
     explicit = draw(st.integers(0, 3)) > 0 if not drawn.get("lazy") else draw(st.booleans())
+    # By the default policy a large scene would have a graph for each number of requests.
     explicit |= is_large
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     widths = sorted({1 + k, width})
@@ -107,6 +110,7 @@ def scenes(
     page = shape.page_size
     return kind(
         shape=shape,
+        # Windows that end inside a page, at its end, and after it.
         window=draw(st.sampled_from((0, max(page - 1, 1), page, page + 2, 2 * page))) if shape.windowed else 0,
         mode=draw(st.sampled_from(MODES)),
         num_reqs=num_reqs,

@@ -66,6 +66,7 @@ def _reserved(size: int) -> torch.Tensor:
         raise OSError("this system commits memory before it is touched")
     # Python has the flag since 3.13.
     held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    # With huge pages, each touched page of the cache would take a huge page of memory.
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         held.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(held, dtype=torch.uint8)

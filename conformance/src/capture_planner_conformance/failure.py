@@ -141,6 +141,7 @@ def _place(error: BaseException) -> str:
         package = name.partition(".")[0]
         line = linecache.getline(frame.f_code.co_filename, number).strip()
         place = f"`{line}` ({PurePath(frame.f_code.co_filename).name}, line {number})"
+        # A frame without source has no line to show.
         if line and package not in _NOT_BACKENDS and package not in sys.stdlib_module_names:
             found, is_check = f" at {place}", False
         elif name in _CHECKS:

@@ -170,6 +170,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             count = data.draw(st.one_of(st.just(most), st.integers(0, most)), label="tokens")
             accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted")
             rows.append((live.number, count, accepted))
+            # The draft prefill may have more rows of a request than the target.
             left -= count + scene.extra_slots
         # The planner admits no batch of fewer tokens than requests, even if some rows are empty.
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
@@ -218,6 +219,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     def arrive(self, data: st.DataObject, is_decode: bool | None = None) -> None:
         """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
         lengths = self._lengths()
+        # Also a prompt as long as a decode, which it must not be taken for (law 5).
         prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
         shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
         ends = st.just(prompt) if is_decode else st.one_of(st.just(prompt), st.just(0), lengths)
@@ -245,6 +247,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         """Requests are served to their end; some are as long as the model, some one token longer, some stop early."""
         longest = self._scene.shape.longest
         one = st.tuples(self._lengths(), st.one_of(st.integers(1, 6), st.integers(1, longest)), st.integers(0, 3))
+        # Requests as long as the model, so that pages run out and others wait for them.
         if self._scene.full_cache:
             one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         requests = data.draw(st.lists(one, min_size=1, max_size=4), label="requests")
@@ -271,6 +274,7 @@ class ConformanceMachine(RuleBasedStateMachine):
                 return
             # Fewer requests may have another K by the schedule, so it is asked again.
             rows = rows[1:]
+        # No decode fits, so run any rows that the limits admit.
         self.advance_mixed(data)
 
     def _run(self, data: st.DataObject, rows: Sequence[tuple[int, int, int]]) -> None:
@@ -293,6 +297,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self._live()), label="request").number
 
     def _do(self, step: Step) -> None:
+        # Before it runs, so that the step that fails is part of the case.
         self._steps.append(step)
         self.log.steps[step_name(step)] += 1
         with self._recorded():

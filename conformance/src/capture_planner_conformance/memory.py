@@ -69,6 +69,7 @@ class Garbage:
 
 def poison_high(tensor: torch.Tensor) -> None:
     """Fill with NaN, or with the largest integer of the dtype."""
+    # torch.iinfo has no bool.
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         poison(tensor)
     else:
@@ -87,6 +88,7 @@ class Outputs:
         out.view(INTEGERS[out.itemsize]).fill_(mark(out))
         yield
         key = role.role, layer
+        # Made in the warm-up before a capture, so it is not in the graph's memory.
         if key not in self._copies:
             self._copies[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
         self._copies[key][: len(out)].copy_(out.flatten(1))
@@ -165,6 +167,7 @@ def _own(role: RoleRun, extents: Extents) -> Iterator[Canary]:
         elif "." not in buffer.key:
             yield f"{name}.{buffer.key} behind the padding", buffer.tensor[extents.rows(buffer.field) :]
     for output, holder, attribute in role.body.outputs():
+        # The draft state is checked apart, request by request.
         if not output.startswith(STATE):
             tensor = tensor_of((output, holder, attribute))
             yield f"{name}.{output} behind the padding", tensor[extents.tokens :]
@@ -206,6 +209,7 @@ _OURS = ("capture_planner.", "capture_planner_runner.", "capture_planner_conform
 def private_buffers(runner: Runner) -> Mapping[str, torch.Tensor]:
     """Return the tensors that executors hold and that are not the runner's, by role, group and attribute."""
     roles = runner.roles.values()
+    # Compared by storage: a view of the runner's memory is not a buffer of the backend.
     own = {tensor_of(held).untyped_storage().data_ptr() for role in roles for held in role.persistent()}
     own |= {weight.untyped_storage().data_ptr() for role in roles for _, weight in _weights(role)}
     found: dict[str, torch.Tensor] = {}
@@ -238,6 +242,7 @@ def _parts(value: object) -> Iterator[tuple[str, Any]]:
         return
     else:
         names = [*getattr(value, "__dict__", {}), *(name for name in getattr(type(value), "__slots__", ()))]
+        # A name in `__slots__` may have no value yet.
         yield from ((name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name))
 
 

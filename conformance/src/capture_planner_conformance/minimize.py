@@ -68,6 +68,7 @@ def minimize(
         is_cause = failure is not None and wanted[0] is Check.TOKENS and failure.entry is not None
         if failure is None or not (_kind(failure) == wanted or is_cause):
             return None
+        # If the cause of a wrong token was found, it is what is minimized from here on.
         wanted = _kind(failure)
         return failure
 
@@ -133,6 +134,7 @@ def _stepwise(case: Case) -> Iterator[Case]:
         return
     # Requests that arrived before keep their numbers.
     first = sum(isinstance(step, Arrive) for step in case.steps)
+    # More requests have no place at the same time.
     asked = served.requests[: scene.num_reqs]
     numbers = range(first, first + len(asked))
     past = [Arrive(prompt=prompt, computed=prompt) for prompt, _, _ in asked]
@@ -155,6 +157,7 @@ def _stepwise(case: Case) -> Iterator[Case]:
 def _settled(case: Case) -> Iterator[Case]:
     """Drop forwards before the last step: their requests arrive with what they would have computed."""
     forwards = [index for index, step in enumerate(case.steps[:-1]) if isinstance(step, RunBatch)]
+    # First all at once, then one by one from the last.
     for dropped in (forwards, *([index] for index in reversed(forwards))):
         more: Counter[int] = Counter()
         for index in dropped:
@@ -170,6 +173,7 @@ def _settled(case: Case) -> Iterator[Case]:
 
 def _steps(case: Case) -> Iterator[Case]:
     """Drop one step; with an arrival, every step of its request."""
+    # From the end, since later steps depend on earlier ones.
     for index in reversed(range(len(case.steps))):
         yield _without(case, {index})
 
@@ -259,12 +263,14 @@ def _lower(value: int, least: int) -> tuple[int, ...]:
 def _scened(case: Case, **changes: Any) -> Case:
     """Return the case with another scene, whose sizes and schedule are cut to its limits."""
     scene = replace(case.scene, **changes)
+    # The limit of a valid spec: a token for each request, and room for the decode of one.
     num_tokens = max(scene.num_tokens, scene.num_reqs, 1 + scene.drafts + scene.extra_slots)
     schedule = tuple(
         (first, min(last, scene.num_reqs), min(k, scene.drafts))
         for first, last, k in scene.schedule
         if first <= scene.num_reqs
     )
+    # A schedule of K alone is the same as none.
     if {k for _, _, k in schedule} == {scene.drafts}:
         schedule = ()
     scene = replace(
@@ -401,4 +407,5 @@ def _passes_exact(subject: Subject, case: Case) -> bool:
     )
     played = play_case(subject, replace(case, scene=exact))
     graphs = sum(count for name, count in played.log.forwards.items() if not name.endswith("NONE"))
+    # If it ran eager or padded, or skipped a step, it says nothing about exact sizes.
     return played.failure is None and graphs > 0 and not played.log.padded and not played.skipped

@@ -79,6 +79,7 @@ class Tables(nn.Module):
         self.shape = shape
         self._known: dict[tuple[bytes, int], torch.Tensor] = {}
         for name, size in self.sizes(vocabulary, longest).items():
+            # Buffers, so that graphs and guards know them as weights.
             self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
         self.load(seed)
 
@@ -103,6 +104,7 @@ class Tables(nn.Module):
 
     def load(self, seed: int) -> None:
         """Fill all tables anew, in place, as weights are reloaded."""
+        # The cached rows are of the old tables.
         self._known.clear()
         draw = torch.Generator().manual_seed(seed)
         for table in self.buffers():

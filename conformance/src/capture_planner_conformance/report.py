@@ -76,6 +76,7 @@ def _sections(report: Conformance) -> Iterator[Section]:
     if report.outcome.untried:
         yield Section(name="not-tried", title="Not tried", parts=(*report.outcome.untried,))
     yield from _audits(report)
+    # Wrong declarations all have the same command.
     commands = dict.fromkeys(report.command(finding.case) for finding in report.outcome.failures)
     for number, command in enumerate(commands):
         yield Section(name=f"again-{number}", title="", parts=("", "to reproduce:", "", TonedText(command, "verbatim")))

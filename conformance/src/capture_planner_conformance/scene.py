@@ -150,6 +150,7 @@ class CaptureAttack:
 
     def arranged(self, work: Work) -> Work:
         """Return what is captured in the order of this attack."""
+        # With a generator of its own, so that the order depends on its seed alone.
         return random.Random(self.order).sample(work, len(work)) if self.order else work
 
 
@@ -302,6 +303,7 @@ class Scene:
             model=Model(
                 name="probe",
                 num_layers=layers,
+                # The plan divides heads among ranks, and the shape says how many one rank has.
                 num_heads=shape.heads * self.ranks,
                 num_kv_heads=shape.kv_heads * self.ranks,
                 head_dim=shape.head_dim,

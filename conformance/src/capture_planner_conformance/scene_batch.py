@@ -66,8 +66,10 @@ class DraftRowsOfRequest:
             return cls(live=live, ids=np.concatenate([before, fed]), sources=tuple(range(len(fed))), last=settled - 1)
         known = settled if kind.reads_states else settled + 1
         masks = scene.drafts - 1 if kind.is_parallel else 0
+        # At the model's end, only the rows that fit.
         rows = min(len(fed) + scene.extra_slots, scene.shape.longest - live.computed)
         new = live.tokens[live.computed + shift : live.computed + shift + known].tolist()
+        # Filled up with rows in place of rejected drafts, and cut to those that fit.
         new += [MASK_TOKEN] * masks + [0] * rows
         sources = [*range(known), *[MASKED] * masks, *[0] * rows]
         ids = np.concatenate([before, np.array(new[:rows])])
@@ -226,6 +228,7 @@ class SceneBatch:
         for live, count, accepted in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]
+            # One token more, which the draft prefill reads after the last one of the row.
             found.tokens[row, at : at + count + 1] = self.fed(live, count + 1, accepted)
             found.computed[row], found.prompt[row] = at, live.prompt
             # One token at least is new, also of a request that is past its prompt.

@@ -36,6 +36,7 @@ class RequestRows:
         """Return the number of leading rows whose input is the request's token ``shift`` positions later."""
         given = np.array(tokens[self.first + shift :][: len(self.ids)], dtype=np.int64)
         ids = self.ids[: len(given)]
+        # A negative id is one that the host does not know, so it is not compared.
         wrong = np.flatnonzero((ids >= 0) & (ids != given))
         return int(wrong[0]) if len(wrong) else len(given)
 
@@ -67,6 +68,7 @@ def rows_of(step: ForwardStep, values: Mapping[str, Array], requests: Mapping[in
     starts, positions, ids = (values[name] for name in ("query_start_loc", "positions", "input_ids"))
     for row, place in enumerate(values["idx_mapping"][: step.real.reqs].tolist()):
         start, end = starts[row : row + 2].tolist()
+        # A row of the batch may have no token.
         if start < end:
             yield RequestRows(
                 name=requests[place].name,

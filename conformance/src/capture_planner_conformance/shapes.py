@@ -75,6 +75,7 @@ def usable_features(
             continue
         reason = None
         if feature.may_be_refused:
+            # The first value is without the feature, and the last has most of it.
             reason = _feature_refusal(subject, subject.stage.scene_type(shape=shape, **{name: feature.values[-1]}))
         if reason is None:
             usable.append(name)
@@ -99,6 +100,7 @@ def _feature_refusal(subject: Subject, scene: Scene) -> str | None:
                 run_step(stage, step)
     except Exception as error:
         raised = origins(error)[-1]
+        # These two are RunErrors too, but they are findings and not refusals.
         is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
         return str(raised) if is_own else None
     return None
@@ -137,6 +139,7 @@ def _longer(candidates: tuple[Shape, ...], subject: Subject) -> tuple[Shape, ...
 
 def _refusal(subject: Subject, shape: Shape) -> str | None:
     """Return the backend's reason not to run a shape; None if it runs it."""
+    # Without graphs, since only `reserve` is asked.
     scene = subject.stage.scene_type(shape=shape, mode=GraphMode.NONE, layers=1, size_tokens=(16,), size_reqs=(3,))
     if (reason := _never(subject, scene)) is not None:
         return reason

@@ -162,6 +162,7 @@ class Stage(AbstractContextManager["Stage"]):
                 raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCES[getattr(torch, shape.dtype)].layer
+        # By the seed, so that a search tries every kind of garbage.
         padding = None if "padded rows" in spared else GARBAGE[scene.seed % len(GARBAGE)]
         self.target, self.drafter = self._models(padding)
         each = -(-shape.longest // shape.page_size)
@@ -188,6 +189,7 @@ class Stage(AbstractContextManager["Stage"]):
             if tampering is not None:
                 tampering.begin(self.runner)
             self._capture()
+            # After the capture, whose warm-ups would overwrite garbage in the null page.
             self.world = self.make_world(tuple(self._caches()), pages, spared)
             self.live = self.world.live
             """The live requests by number."""
@@ -206,6 +208,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     def options(self) -> Options:
         """Return the options of the runner."""
+        # Not compiled: each scene has its own model, and compiling it would take longer than the scene.
         return Options(run_ahead=self.scene.ahead, drafts_on_device=self.scene.ahead, compile=False)
 
     def tables(self, role: Role, shape: LayerShape, seed: int) -> Tables:
@@ -309,6 +312,7 @@ class Stage(AbstractContextManager["Stage"]):
             return self.tables(role, shape, seed)
 
         windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
+        # Each table and head has its own seed, so that a wrong one shows.
         own, of_rows = tables(Role.TARGET, windows, seed), self.rows(Role.TARGET, padding)
         # One adapter more than can be active: a request may have to wait for another's to end.
         adapters = scene.loras + 1 if scene.loras else 0

@@ -76,6 +76,7 @@ def admits(stage: Stage, rows: Sequence[Row]) -> bool:
 
 def _run_batch(stage: Stage, step: RunBatch) -> bool:
     rows = [
+        # No more are accepted than the row has drafts, whatever a case says.
         (stage.live[request], count, max(0, min(accepted, count - 1)))
         for request, count, accepted in step.rows
         if request in stage.live
@@ -94,6 +95,7 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
 
     stage.both_ways(forward)
     k = stage.draft_tokens(len(rows))
+    # A request without a token has no row that a draft could be made of.
     if stage.drafter is not None and k and all(count for _, count, _ in rows):
         check_drafts(stage, stage.drafter, batch, made, k)
     for live, count, accepted in rows:
@@ -187,6 +189,7 @@ def check_slots(stage: Stage, batch: SceneBatch, role: Role) -> None:
     cache, inputs = stage.world.caches[int(role.is_drafter)], batch.inputs_by_role[role].declared
     ids, positions = stage.on_device(inputs["input_ids"]).long(), stage.on_device(inputs["positions"])
     slots = stage.on_device(inputs["slot_mapping"])
+    # Padding writes the null slot, which may hold anything.
     real = slots != NULL_SLOT
     for held, want in zip(cache.flat(), cache.expected(ids, positions), strict=True):
         if not torch.allclose(
@@ -243,6 +246,7 @@ class FirstPass:
         check_state(rows_check, state.hidden[places], want[-1][last], stage.tolerance)
         made = len(want) if is_modules else stage.scene.drafts if stage.scene.drafter.is_parallel else 1
         for number in range(made):
+            # In a parallel pass, a request at the model's end lacks rows, and repeats its last one.
             states = want[number][last] if is_modules else want[0][torch.minimum(last + number, ends)]
             if not is_likeliest(proposed[:, number], states, self.drafter.head, stage.tolerance):
                 raise Check.STATE.violation(_wrong_draft(number, state.hidden[places]))
@@ -286,6 +290,7 @@ class FirstPass:
 def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: int) -> None:
     """Run the draft decodes, eager and from graphs, from the same state."""
     state, places = _state(stage), _places(stage, batch)
+    # Each of the two runs moves the state on, so both begin from this copy.
     before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed", "column")}
     made, described = batch.draft_decode(), batch.batch(Role.DRAFT_DECODE)
     shift, longest = int(stage.scene.drafter.reads_states), stage.scene.shape.longest
@@ -377,6 +382,7 @@ def check_serving(stage: Stage, step: Serve) -> None:
         check_served_rows(stage, {request.name: (*request.prompt, *tokens[request.name]) for request in fitting})
         for request in fitting:
             _check_tokens(stage, request, tokens[request.name])
+    # The scheduler hands out the same pages, and has overwritten those of live requests.
     stage.world.refresh()
 
 
@@ -430,6 +436,7 @@ def check_served_rows(stage: Stage, tokens: Mapping[str, Sequence[int]]) -> None
 
     :param tokens: of each request, its prompt included.
     """
+    # Not strict: without a drafter there is one cache.
     for cache, role in zip(stage.world.caches, (Role.TARGET, Role.DRAFT_PREFILL), strict=False):
         width, name = cache.tables.shape.width, cache.tables.name
         forwards = [forward for forward in stage.watch.served_forwards if forward.role is role]
@@ -437,6 +444,7 @@ def check_served_rows(stage: Stage, tokens: Mapping[str, Sequence[int]]) -> None
         if not found:
             continue
         got, want = (torch.cat([getattr(each, part) for each in found]).flatten(1) for part in ("got", "want"))
+        # All rows at once first, since usually none is wrong.
         if first_wrong_row(got, want, width, stage.tolerance) is None:
             continue
         for each in found:

@@ -169,6 +169,7 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
                 hypothesis.seed(f"{options.seed}/{number}")(machine),
                 settings=search_settings(scenes, steps=steps, shrink=False),
             )
+    # Flaky: the same draws did not fail again, and the log still has the case that did.
     except (Violation, hypothesis.errors.Flaky) as error:
         if log.violation is None:
             raise RunError(f"one seed drew two different scenes; run the suite again ({error})") from error
@@ -193,6 +194,7 @@ def _minimized(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions,
         failure = result or failure
         log.fail(Violation(failure))
         log.on_change(log)
+    # The last play was of the minimized case.
     again = [results[-1] is not None]
     if options.shrink or not again[0]:
         # Not for a case that is as it was found and fails: that costs REPEATS scenes, and is no smaller case.
@@ -229,6 +231,7 @@ def search_settings(examples: int, *, steps: int = 50, shrink: bool = True) -> s
         print_blob=False,
         report_multiple_bugs=False,
         phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        # Scenes are large and slow, which Hypothesis's health checks would refuse.
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
         stateful_step_count=steps,

@@ -86,6 +86,7 @@ class Tampering(ForwardObserver):
 
 def attackable(role: RoleRun) -> dict[str, FieldBuffer]:
     """Return the fields that a step writes, by key."""
+    # A scalar has no padding.
     return {
         buffer.key: buffer for buffer in role.fields if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR
     }
@@ -118,4 +119,5 @@ def _cut(buffer: FieldBuffer, role: RoleRun, step: ForwardStep) -> None:
                 below = bounds.of(indexes, step.extents)
             draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
             tail.copy_(torch.from_numpy(draw).to(tail))
+        # The next step must fill what was overwritten.
         buffer.spoil()

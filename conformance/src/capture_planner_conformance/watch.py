@@ -89,6 +89,7 @@ class WatchedGraphs:
     def staged(self, role: RoleRun) -> None:
         """Take note that a forward is prepared; raises for a graph that is to find no memory."""
         if self.is_open and self._attack.alone:
+            # The number may be larger than the count of the role's graphs.
             staged, alone = self._staged[role.role], (self._attack.alone - 1) % len(role.plan.entries)
             self._staged[role.role] += 1
             # The graph that fits is staged twice: to warm up, and to be captured.
@@ -101,6 +102,7 @@ class WatchedGraphs:
         """Take note of which forward attends; raises in a session that is to break off here."""
         self.key = role.role, next(iter(role.attention.metadata.values())).entry
         if self.is_open:
+            # From 0 this only goes down, so then no call breaks.
             self._breaks -= 1
             if self._breaks == 0:
                 self.broken = self.key
@@ -202,6 +204,7 @@ class Watch(ForwardObserver):
         self._kept.restore()
         with located(batch, dispatch.entry):
             yield
+            # EAGER is the suite's own answer, and not the dispatcher's.
             if dispatch is not EAGER:
                 self.check_dispatch(batch, dispatch)
 
@@ -229,8 +232,10 @@ class Watch(ForwardObserver):
             if not self._trusting:
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self.check_fields(role, step, values)
+                # A draft decode reads drafts, which are not always tokens of the request.
                 if (serving := self.serving()) is not None and role.role is not Role.DRAFT_DECODE:
                     served = tuple(rows_of(step, values, requests_by_state(serving.scheduler.unfinished)))
+            # After the checks of what was filled: nothing beyond the extents may be read.
             self._garbage.fields(role, step.extents)
             own, held = self._own_slots(role, step), self._held()
             canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
@@ -252,6 +257,7 @@ class Watch(ForwardObserver):
 
     def _keep(self, role: RoleRun, step: ForwardStep, rows: tuple[RequestRows, ...]) -> None:
         """Keep the rows of a forward of served requests."""
+        # By layer: the copies are in the order in which layers first attended.
         outputs = [output[: step.real.tokens] for _, output in sorted(self._outputs.of(role), key=itemgetter(0))]
         self.served_forwards.append(
             ServedForward(
@@ -350,6 +356,7 @@ class Watch(ForwardObserver):
                 for position in range(max(first - int(early[row]), 0), min(first + steps, longest)):
                     if position // size < table.shape[1]:
                         mine.add(int(table[row, position // size]) * size + position % size)
+        # Padded rows write the null page.
         return mine | set(range(self.world.pages.page_size))
 
     def _unread(self, states: Array) -> Array:
@@ -374,6 +381,7 @@ class Watch(ForwardObserver):
         state = self.runner.draft_state
         if state is None:
             return
+        # The row behind the last request is for padding, and may hold anything.
         others = [row for row in range(state.padding) if row not in own]
         for name, then in before.state.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):

@@ -96,6 +96,7 @@ class World:
     def arrive(self, step: Arrive) -> LiveRequest | None:
         """Add a request, unless no place or too few pages are free."""
         number, self._arrived = self._arrived, self._arrived + 1
+        # By number: a request has the same tokens, whatever came before it.
         draw = np.random.default_rng((self._scene.seed, number))
         # Tokens past the longest sequence can be drafted.
         tokens = draw.integers(0, VOCABULARY, self._longest + self._scene.drafts + 2)
@@ -109,6 +110,7 @@ class World:
             alike = len(shared) * self.pages.page_size + max(1, *(max(cache.shifts) for cache in self.caches))
             tokens[:alike] = other.tokens[:alike]
         free = np.flatnonzero(self._owners == 0).tolist()
+        # For its full length: steps may go on to the model's end.
         wanted = self.pages.pages(self._longest) - len(shared)
         if not self._places or len(free) < wanted:
             return None

@@ -17,6 +17,7 @@ def refuse_missing(
 
     ``distribution``: the folder, in a clone, of the distribution that depends on the packages.
     """
+    # Looked for and not imported: torch takes seconds.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise RunError(

@@ -71,6 +71,7 @@ def _cuda_device() -> Device:
     found = torch.cuda.get_device_properties(0)
     return Device(
         kind=DeviceKind.CUDA,
+        # The name of a device in an environment has no other characters, and at most 128.
         name=" ".join(re.sub(r"[^A-Za-z0-9._/+-]+", " ", found.name).split())[:128],
         capability=f"{found.major}.{found.minor}",
         memory=found.total_memory,
@@ -134,6 +135,7 @@ def differences(environment: Environment) -> tuple[str, ...]:
     found = []
     planned = environment.device
     if planned.kind is DeviceKind.CUDA:
+        # Nothing else can be compared without a device.
         if not torch.cuda.is_available():
             return (f"the plan is for {planned.name}, and this machine has no CUDA device",)
         here = _cuda_device()

@@ -103,6 +103,7 @@ class ExecutionPolicy:
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
         # Both need the tokens of a step on the host before a graph can have the next one's.
         waits = plan.speculative is not None or plan.model.embeddings
+        # Poison overwrites what the eager forward left, so that the graph cannot read it.
         options = attrs.evolve(options, poison=options.poison or options.compare)
         # If a first draft pass has its own rows, verification decides which of them are real.
         has_own_rows = plan.speculative is not None and plan.speculative.has_own_rows

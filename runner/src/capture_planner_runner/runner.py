@@ -108,6 +108,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """The compiled forwards, and what could not be compiled."""
         if self.policy.compile:
             with contextlib.ExitStack() as release:
+                # No caller has entered the runner yet: if compiling fails, the backends are released here.
                 release.push(self)
                 compile_bodies(tuple(self.roles.values()), self.device, self.compilation)
                 release.pop_all()
@@ -139,6 +140,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
+            # ExitStack calls back in reverse order, and calls every one even if another raises.
             for role in reversed(tuple(self.roles.values())):
                 releases.callback(role.release)
 
@@ -161,9 +163,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         if any(role.graphs.pool is not None for role in self.roles.values()):
             raise RunError("this runner has captured already; make another one to capture again")
         if not self.policy.options.replay:
+            # Batches run at the padded sizes of their entries, and nothing is captured.
             self._dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.roles.values()), self.policy.options.strict
+        # An earlier session may have broken off, and its graphs are gone.
         self.session.captured.clear()
         # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
         # which dispatches no operator, would gain nothing from it.
@@ -212,6 +216,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """
         serving = self.start(requests, answers=answers, progress=progress)
         with contextlib.ExitStack() as end:
+            # After an error too: requests that are not finished are noted as cut off.
             end.callback(serving.cut_off)
             end.enter_context(self.session.serving())
             for _ in _steps(serving, step_seconds):
@@ -234,6 +239,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         serving = self._serve(
             requests, self.session, StepLauncher, first_use=self.first_use(), answers=answers, progress=progress
         )
+        # Kept for the report, which names the requests that were never admitted.
         self._started = serving.scheduler
         return serving
 
@@ -325,6 +331,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             comparison=self.comparison,
             acceptance=SyntheticAcceptance(options.acceptance, options.seed) if options.acceptance else None,
             first_use=first_use,
+            # Steps are counted on over several loads of one session.
             count=session.tally.steps,
         )
         self._serving = Serving(
@@ -354,6 +361,7 @@ def _steps(serving: Serving, step_seconds: float) -> Iterator[None]:
     scheduler, now = serving.scheduler, 0.0
     while not serving.done:
         scheduler.arrive(now, perf_counter())
+        # Nothing to run: the clock goes on to the next arrival.
         if not serving.step() and scheduler.next_arrival is not None:
             now = scheduler.next_arrival
         else:
@@ -385,5 +393,6 @@ def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]
     """Yield each variant of a forward that graphs hold, and the one without adapters, with inputs for it."""
     for role in roles:
         for adapters in sorted({0} | {role.adapters_of(entry) for entry in role.plan.entries}):
+            # One token will do: a compiled forward is for any number of them.
             extents = Extents(tokens=1, reqs=1, pages=role.fields.capacity.pages, adapters=adapters)
             yield from ((role, *example) for example in role.body.examples(extents))

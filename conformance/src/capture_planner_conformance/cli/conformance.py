@@ -125,6 +125,7 @@ def conformance(backend: str, environment: str | None, to: Output, **values: Any
     to.show(lambda: report, lambda: conformance_report(report))
     to.write(values["output"], lambda: to_json(report) + "\n")
     context = click.get_current_context()
+    # Findings count even if the suite was stopped after them.
     if report.outcome.failures or (values["strict"] and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:

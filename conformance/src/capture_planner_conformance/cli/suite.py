@@ -112,6 +112,7 @@ def _search(
                     raise
             except KeyboardInterrupt:
                 log, seconds = bars.log, perf_counter() - started
+                # Stopped before the first scene, so there is nothing to report.
                 if log is None:
                     raise
                 failures = () if log.violation is None else (log.violation.failure,)
@@ -157,6 +158,7 @@ class _Bars(ExitStack):
 def _again(tested: suite.Subject, text: str, attack: str | None) -> tuple[suite.SuiteResult, tuple[int, ...]]:
     """Rerun one printed case, with an attack where one is named; returns the steps that did not apply too."""
     case, started = suite.loads(text), perf_counter()
+    # Raises with the backend's reason if it does not run the shape of the case.
     shapes, _ = suite.usable_shapes(tested, (case.scene.shape,))
     if attack is not None:
         log, audited = suite.Log(examples=1), _attacked(tested, text, attack)

@@ -38,6 +38,7 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     with compiled_seconds() as compiled:
         first, captured = _ours(rig, advance)
     ours, bare = [], []
+    # Recorded graphs have no bare loop to be compared with, so one capture of them is enough.
     for _ in range(rig.effort.runs if rig.device.type == "cuda" else 0):
         cost, captured = _ours(rig, advance)
         ours.append(cost)
@@ -94,6 +95,7 @@ def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[
 
 def _cost(rig: Rig, runner: Runner, seconds: float, before: int) -> CaptureCost:
     """Return the cost of a capture before which ``before`` bytes were unaccounted for."""
+    # Negative if another process gave back memory meanwhile.
     driver = max(0, _unaccounted(rig) - before)
     return CaptureCost(seconds=seconds, pool=pools_of(runner), driver=driver)
 
@@ -117,6 +119,7 @@ POOL_REQUESTS, POOL_PROMPT, POOL_OUTPUT = 16, 48, 24
 
 def pool_lengths(plan: Plan) -> tuple[int, int]:
     """Return prompt and output tokens of the requests that are served with either kind of pool."""
+    # A third each for prompt and output leaves one for the drafts.
     third = max(1, plan.model.max_model_len // 3)
     return min(POOL_PROMPT, third), min(POOL_OUTPUT, third)
 
@@ -182,6 +185,7 @@ class BareGraphs:
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         self._graph.parts.append(graph)
+        # The runner's stream: without one torch.cuda.graph captures on a stream of its own.
         stream = torch.cuda.current_stream()
         self._piece.enter_context(
             torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")

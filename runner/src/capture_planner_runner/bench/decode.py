@@ -42,6 +42,7 @@ def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
     with rig.runner(trimmed(rig.plan, rig.sizes)) as runner:
         runner.capture()
         for size in rig.sizes:
+            # Around each size, so that the others are measured if one fails.
             with rig.trying("decode"):
                 results[size] = row(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))
@@ -67,6 +68,7 @@ def row(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Dec
         replayed = decoding.replayed() if graphs else ()
         for _ in range(count):
             seconds = window(rig, decoding)
+            # A request has ended: steps from here on are of another batch.
             if seconds is None:
                 break
             steps.append(seconds)
@@ -150,6 +152,7 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
     if plan.speculative is None:
         raise Absence("the plan has no drafter")
     most = min(MOST, plan.limits.max_num_reqs)
+    # K drafts are a draft prefill and K - 1 draft decodes.
     sizes = tuple(n for n in range(1, most + 1) if plan.speculative.draft_tokens(n) > 2)
     if not sizes:
         raise Absence("a chain has two or more draft decodes, so it needs a K of at least 3")
@@ -173,12 +176,14 @@ def with_chains(plan: Plan, registry: Registry) -> Plan | None:
     if needs_host(plan, role, registry):
         return None
     assert plan.speculative is not None, "a draft decode has a drafter"
+    # A single draft decode has nothing to be fused with.
     lengths = {k - 1 for _, _, k in plan.speculative.tiers(plan.limits.max_num_reqs) if k > 2}
     return _with(plan, (attrs.evolve(entry, draft_steps=length) for entry in role.entries for length in lengths))
 
 
 def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
     """Return the plan with these draft decodes, each once."""
+    # Chains of several lengths become the same single step.
     unique = tuple(dict.fromkeys(entries))
     return replace(
         plan,
@@ -229,6 +234,7 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
         shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
         run = partial(role.execute, role.step(batch, None, role.warm_up_inputs(shape)), perf_counter())
     else:
+        # One replay of a fused chain runs all of its steps.
         run, steps = role.graphs[entry].replay, steps if entry.draft_steps is None else 1
 
     def single_steps() -> None:

@@ -169,6 +169,7 @@ def _figures(rig: Rig, bench: Bench, progress: Progress) -> tuple[dict[str, Any]
             figure, parts = figures[pending[0]]
             with rig.trying(pending[0]), progress(pending[0], parts) as advance:
                 results[pending[0]] = figure(advance)
+            # Only now, so that a figure that is interrupted is among those that were not measured.
             del pending[0]
     except KeyboardInterrupt:
         rig.absent.extend(AbsentFigure(figure=name, says="interrupted before it was measured") for name in pending)

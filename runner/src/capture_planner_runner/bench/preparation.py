@@ -41,6 +41,7 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
             steps = min(rig.effort.prepared, longest - rig.prompt - query)
             if steps < 1:
                 raise Absence(f"a model of {counted(longest, 'token')} has no room for a decode")
+            # Stays empty if the decode fails: then no role has a row.
             by_role: Mapping[Role, list[Forward]] = {}
             with rig.trying("preparation"), rig.decoding(runner, size, steps) as decoding:
                 by_role = grouped(decoding.forwards(steps), lambda forward: forward.role)
@@ -59,6 +60,7 @@ def _row(
 ) -> Preparation:
     query = query_len_of(role.role, rig.plan, size)
     batch = Batch.decode(role.role, size, query)
+    # The batch without padding; the entry that serves it may be larger.
     shape = Entry(mode=GraphMode.FULL, num_tokens=size * query, num_reqs=size, query_len=query)
     stages: list[float] = []
     prepares: list[float] = []
@@ -74,6 +76,7 @@ def _row(
         role.stage_inputs(forward)
         role.prepare_backends(forward)
         ended = perf_counter()
+        # After the measured time, and timed by itself.
         stock = timer.stock()
         if step >= 0:
             stages.append(ended - started)

@@ -76,6 +76,7 @@ def _graph_ranges(plan: Plan, role: RolePlan, *, named: bool) -> Iterable[SizeRa
         by_family.setdefault(family, []).append(entry.num_tokens // (entry.query_len or 1))
     for family, sizes in by_family.items():
         last = max(sizes)
+        # Where a backend captures fewer requests than the limits admit, no graph is above its cap.
         if family[2] is not None and not capped:
             last = max(last, _most_requests(plan, role.role, family[2], family[3]))
         yield SizeRange(key=family, last=last, named=tuple(sorted(set(sizes))) if named else ())
@@ -111,6 +112,7 @@ def _most_requests(plan: Plan, role: Role, query_len: int, draft_steps: int | No
 def entry_of(family: Family, size: int, max_num_reqs: int) -> Entry:
     """Return the graph of a family and a size."""
     _, mode, query_len, draft_steps = family
+    # Each request of a mixed FULL graph has a token at least, and there are no more than the limit.
     reqs = size if query_len else None if mode is GraphMode.PIECEWISE else min(size, max_num_reqs)
     tokens = size * (query_len or 1)
     return Entry(mode=mode, num_tokens=tokens, num_reqs=reqs, query_len=query_len, draft_steps=draft_steps)
@@ -118,6 +120,7 @@ def entry_of(family: Family, size: int, max_num_reqs: int) -> Entry:
 
 def plan_with(plan: Plan, registry: Registry, graphs: Iterable[tuple[Role, Entry]]) -> Plan:
     """Return the plan with these graphs alone; its backends are asked anew what workspaces they need."""
+    # Two sizes may be served by the same graph.
     listed = list(dict.fromkeys(graphs))
     roles = []
     for before, after in zip(plan.roles, without_graphs(plan).roles, strict=True):
@@ -129,6 +132,7 @@ def plan_with(plan: Plan, registry: Registry, graphs: Iterable[tuple[Role, Entry
                 before.role, attention, plan.environment, entries, plan.limits
             )
             groups.append(replace(group, workspace=workspace))
+        # A role without graphs here is eager, as in a plan without any.
         changed = replace(before, entries=entries) if entries else after
         roles.append(replace(changed, groups=tuple(groups), waivers=after.waivers))
     return replace(plan, roles=tuple(roles))
@@ -143,6 +147,7 @@ def passes(rig: Rig, runner: Runner, family: Family, size: int, context: int) ->
     role, (_, mode, query_len, _) = runner.roles[family[0]], family
     shape = entry_of(family, size, rig.plan.limits.max_num_reqs)
     if mode is GraphMode.NONE:
+        # For the extents of its inputs alone: the pass runs eager.
         shape = attrs.evolve(shape, mode=GraphMode.FULL)
     inputs = inputs_with_context(rig, role, shape, context, ROOM)
     batch = Batch(
@@ -290,6 +295,7 @@ def _measure(
 
 def _round(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context: int, deadline: _Deadline) -> None:
     """Measure the sizes of a round together; where that breaks, each by itself, so that one costs no other."""
+    # `trying` records an error and goes on, so only the end of its block shows success.
     done = False
     with rig.trying(f"{counted(len(batch), 'size')} together"):
         _together(rig, batch, findings, context, deadline)
@@ -309,6 +315,7 @@ def _together(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, conte
 
             def captured(graph: GraphCapture) -> None:
                 deadline.show(f"capture {graph.role.value} {graph.entry}")
+                # What was compiled since the last capture was compiled for this graph.
                 shares.append(sum(seconds))
                 seconds.clear()
 
@@ -336,6 +343,7 @@ def _steps(rig: Rig) -> Iterator[float]:
                 replayed = decoding.replayed()
                 seconds = window(rig, decoding)
                 if seconds is not None:
+                    # Noise can make the graphs alone take longer than the step.
                     yield max(0.0, seconds - bare_replay(rig, runner, replayed))
 
 
@@ -359,6 +367,7 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
             GraphSample(
                 family=entry_family(graph.role, graph.entry),
                 tokens=graph.entry.num_tokens,
+                # Triton times its compilation itself, so the difference may come out below 0.
                 seconds=max(0.0, graph.seconds - compiled),
                 mib=graph.memory / MIB,
                 alone_mib=graph.alone / MIB,

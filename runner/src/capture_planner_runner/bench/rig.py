@@ -139,6 +139,7 @@ class Rig:
         device = host.device_of(plan.environment)
         refuse_backends(plan, registry, device, page_size)
         loaded = model_of(plan, model, device=device, seed=seed)
+        # After the model is loaded: the KV cache has a share of what the weights leave.
         free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else math.inf
         return cls(
             plan=plan,
@@ -185,6 +186,7 @@ class Rig:
         except Absence as absence:
             self.absent.append(AbsentFigure(figure=figure, says=str(absence)))
         except Exception as error:
+            # What cleans up after Ctrl-C may raise another error.
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             # Any error: it must not cost the GPU time that the other figures took.
@@ -236,6 +238,7 @@ class Rig:
         try:
             yield decoding
         finally:
+            # A runner serves one load at a time: this one is over before the next begins.
             decoding.serving.cut_off()
 
 
@@ -243,7 +246,9 @@ def decoding_lengths(plan: Plan, num_reqs: int, steps: int) -> tuple[int, int]:
     """Return prompt and output tokens of requests that decode together for about ``steps`` steps."""
     k = 0 if plan.speculative is None else plan.speculative.num_tokens
     prompt = max(1, min(PROMPT, plan.model.max_model_len // 8))
+    # Prompts get the tokens of a step that decodes, with their drafts, leave.
     filling = -(-num_reqs * prompt // max(1, plan.limits.max_num_tokens - num_reqs * (1 + k)))
+    # A step gives a request at most its drafts and one more token.
     return prompt, max(1, min(plan.model.max_model_len - prompt, (steps + filling + 8) * (1 + k)))
 
 
@@ -313,6 +318,7 @@ def _changing(runner: Runner) -> list[torch.Tensor]:
         getattr(holder, attribute)
         for role in runner.roles.values()
         for name, holder, attribute in role.persistent()
+        # The names of caches end with their layer in brackets.
         if not name.endswith((".workspace", "]"))
     )
     return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
@@ -346,6 +352,7 @@ def inputs_with_context(rig: Rig, role: RoleRun, shape: Entry, context: int, roo
     counts = np.diff(inputs.query_start_loc).astype(np.int64)
     lengths = np.minimum(counts + context, rig.plan.model.max_model_len)
     width = min(rig.pages.pages(int(lengths.max()) + room), rig.pages.pages(rig.plan.model.max_model_len))
+    # From page 1 on: page 0 is the null page.
     table = 1 + (np.arange(len(counts))[:, None] * width + np.arange(width)) % (rig.pages.num_pages - 1)
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(rows)) + np.repeat(lengths - counts - inputs.query_start_loc[:-1], counts)

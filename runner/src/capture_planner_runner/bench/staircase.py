@@ -130,6 +130,7 @@ def rounds(
     into ``times``, by curve and size, before it asks for the next round; a size that it leaves out is not asked for
     again.
     """
+    # Interleaved, so that every curve has some sizes if the time runs out.
     by_turns = zip_longest(*([(each.key, size) for size in each.seeds] for each in ranges))
     seeds = (size for size in chain.from_iterable(by_turns) if size is not None)
     searched = {each.key for each in ranges if each.search}
@@ -137,6 +138,7 @@ def rounds(
     while batch := list(islice(seeds, group)):
         asked.update(batch)
         yield batch
+    # Each size is measured again at most once, or noise could keep the search going.
     again: set[Size[K]] = set()
     while True:
         doubtful = [size for size in disputed(times, noise) if size not in again][:group]

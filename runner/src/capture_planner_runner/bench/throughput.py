@@ -47,6 +47,7 @@ class Load:
         """
         prompt, output = self.prompt, self.output
         if not self.stated:
+            # Both are halved, so that their ratio stays the same.
             while prompt + output > longest and max(prompt, output) > 1:
                 prompt, output = max(1, prompt // 2), max(1, output // 2)
             return attrs.evolve(self, prompt=prompt, output=output)
@@ -82,6 +83,7 @@ def throughput(rig: Rig, load: Load, advance: Callable[[str], None], *, compare:
             other, reason = _transformers(rig, load, advance), description()
         except Absence as absence:
             reason = str(absence)
+        # The second model must be gone before the next figure reserves its cache.
         rig.settle()
     return Throughput(
         num_requests=load.requests,
@@ -171,7 +173,11 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     from transformers import GenerationConfig
 
     generation = GenerationConfig(  # type: ignore[no-untyped-call, unused-ignore]
-        max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=output_tokens,
+        do_sample=False,
+        # No token has the id -1: every answer is of the length that was asked for.
+        eos_token_id=-1,
+        pad_token_id=0,
     )
     options = config_of()
     rates = []

@@ -121,6 +121,7 @@ class FirstUse:
         # Ranks have requested the same graphs, so either all return here or all enter the collective below.
         if not self._requested:
             return False
+        # A rank that captured nothing, or whose session broke off, has no pool: then no rank captures.
         ready = all(role.graphs.pool is not None for role in self._roles.values())
         numbers = self._peers.agree([int(ready), int(self._seconds.at(self._clock()).is_open)])
         # The first rank's clock decides for all: a rank that captures alone is a deadlock (pegainfer#498).
@@ -139,6 +140,7 @@ class FirstUse:
         role, entry = min(
             self._requested, key=lambda item: (-self._requested[item], item[1].capture_order, places[item[0]])
         )
+        # Before it is tried: a graph that cannot be captured is not requested a second time.
         del self._requested[role, entry]
         steps, late = self._session.tally.steps, self._late
         done = capture_late(
@@ -159,6 +161,7 @@ class FirstUse:
 
     @property
     def _taken(self) -> int:
+        # Below 0 where captures gave back memory that was taken before them.
         return max(sum(done.taken for done in self._late), 0)
 
     def record(self) -> LazyCaptures:

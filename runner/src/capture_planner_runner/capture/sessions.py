@@ -140,8 +140,10 @@ class _Capture:
             unfit = captured.unfit
             if captured.result is not None:
                 memory, alone = captured.result.memory, captured.result.alone
+                # The graph holds addresses of the collectives' buffers, so they must outlive it.
                 self.among.keep(captured.result)
         if unfit is not None:
+            # Law 14: this rank may have captured the graph, but all ranks drop the same ones.
             role.graphs.drop(entry)
             if strict:
                 raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")
@@ -237,6 +239,7 @@ def _named(role: RoleRun, entry: Entry) -> Iterator[None]:
         raise
     except Exception as error:
         message = " ".join(str(error).split())
+        # RankError, GuardError and the refusal of `strict` name their place already.
         if isinstance(error, RunError) and type(error) is not CaptureError:
             raise
         if isinstance(error, (BackendError, CaptureError)):

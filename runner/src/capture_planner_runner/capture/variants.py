@@ -74,12 +74,14 @@ def without_graphs(plan: Plan) -> Plan:
 
 def _everything(plan: Plan, reason: Reason, message: str) -> tuple[Waiver, ...]:
     """Waive every batch that a plan admits."""
+    # Requests without an adapter count as one more, next to those that have one.
     loras = 0 if plan.lora is None else plan.lora.max_active + 1
     return tuple(
         Waiver(
             kind=kind,
             query_len=None,
             first=1,
+            # Of decodes this counts requests, of which a batch has no more than tokens.
             last=plan.limits.max_num_tokens,
             max_loras=loras,
             reason=reason,
@@ -101,6 +103,7 @@ def sampled(plan: Plan) -> Plan:
         )
         chosen = {kind[place] for kind in kinds.values() for place in (0, len(kind) // 2, -1)}
         entries = [entry for entry in before.entries if entry in chosen]
+        # What is dropped has a waiver, so every batch still has an entry or a waiver (law 1).
         roles.append(_of_entries(before, entries, after.waivers) if entries else after)
     return replace(plan, roles=tuple(roles))
 

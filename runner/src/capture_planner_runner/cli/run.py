@@ -66,6 +66,7 @@ class PartialReport:
     def show(self, fault: str) -> bool:
         """Show the report, if there is one, and it was not shown; return whether it is shown now."""
         with self._lock:
+            # Taken before it is called, so that only one of two threads shows the report.
             make, self._make = self._make, None
             report = None if make is None else make(fault)
             if report is not None:
@@ -116,9 +117,11 @@ class RankCommand:
             if not verdict.interrupted:
                 say(verdict.says)
             fault = "" if verdict.interrupted else verdict.says
+            # In a thread with a time limit: making the report reads the device, which may hang too.
             last_words = threading.Thread(target=partial_report.show, args=(fault,), daemon=True)
             last_words.start()
             last_words.join(LAST_WORDS)
+            # os._exit below does not flush buffers.
             sys.stdout.flush()
             os._exit(INTERRUPTED if verdict.interrupted else 1)
 
@@ -126,6 +129,7 @@ class RankCommand:
         outcome = None
         try:
             with connected(self.me, limits, end) as connection:
+                # Read by each rank under the watch, so that an error of one ends all.
                 plan = self.plan()
                 refuse_other_size(plan, self.me.size)
                 device = _device(plan, self.me)
@@ -133,6 +137,7 @@ class RankCommand:
                 peers = RankGroup(connection, tensor_size=parallel.tensor, data_size=parallel.data, device=device)
                 outcome = self.execute(plan, peers, partial_report.offer)
                 if outcome.report.interrupted:
+                    # On the way out the other ranks are told; the report is complete, and is shown below.
                     raise KeyboardInterrupt
                 peers.close()
         except Exception as error:
@@ -147,6 +152,7 @@ class RankCommand:
         except KeyboardInterrupt:
             if outcome is None:
                 partial_report.show("")
+                # Only the first rank says on the terminal that the run was interrupted.
                 if self.me.rank:
                     return INTERRUPTED
                 raise
@@ -187,6 +193,7 @@ def run_here(plan: Plan, size: int, command: Callable[[RankProcess], RankCommand
     from capture_planner_runner.launch.request import refuse_other_size
     from capture_planner_runner.ranks.processes import run_ranks
 
+    # Before the fork: ranks that are missing would be waited for.
     refuse_other_size(plan, size)
     return run_ranks(size, lambda me, say: command(me)(say), say_error)
 
@@ -411,6 +418,7 @@ def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
     is_wrong = not all(check.passed for check in checks)
     for check in checks:
         if rank == 0 or not check.passed:
+            # With JSON, standard output has the report alone.
             show_lines(f"{whose}{check.verdict}", err=as_json or rank > 0)
     if outcome.not_dumped:
         say_error(f"{whose}{outcome.not_dumped}")
@@ -446,6 +454,7 @@ def _launch(
     (source, decode), drafter, peers = _workload(values), values["drafter"], peers or ALONE
     dumped = values["dump_graphs"]
     if dumped is not None and peers.place.size > 1:
+        # By rank: the graphs of all ranks have the same names.
         dumped = Path(dumped) / f"rank-{peers.place.rank}"
     checked = {field: name in values["check"] for name, field in CHECKS.items()}
     asked = RunRequest(

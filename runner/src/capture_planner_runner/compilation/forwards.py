@@ -46,6 +46,7 @@ def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
 
 def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
     """Compile with Inductor, for any T. Its caches on disk have what an earlier process compiled."""
+    # make_fx leaves fake tensors under `val`, and Inductor's `from_graph` looks for them under `example_value`.
     for node in module.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     with warnings.catch_warnings():
@@ -78,6 +79,7 @@ def keep_apart(rank: int) -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     shared, own = Path(cache_dir()), f"rank-{rank}"
+    # A second call finds this rank's folder set already.
     if shared.name != own:
         os.environ[CACHE] = str(shared / own)
 
@@ -137,6 +139,7 @@ class Compilation:
         started = perf_counter()
         try:
             return build(), None
+        # A lack of memory does not mean that the forward cannot be compiled.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler and of a model's own code, anything

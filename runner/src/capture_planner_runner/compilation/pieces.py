@@ -115,6 +115,7 @@ def traced(
     extents, or that reads a tensor which is not among its inputs and ``weights``; and what the forward raises.
     """
     shapes = ShapeEnv()
+    # Weights and constants of the forward are real tensors.
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     device = next(tensor.device for tensor, _ in inputs.values())
     # ``attend.real`` reaches a model only through its calls, and compiled pieces may read it as well.
@@ -204,6 +205,7 @@ def _with_weights(mode: FakeTensorMode, module: fx.GraphModule, weights: Iterabl
             # Behind the placeholders that are there: a Trace has T, the inputs and the weights in this order.
             with graph.inserting_after(last):
                 last = graph.placeholder(f"weight_{len(read)}")
+            # The sizes of weights are numbers: T is the only symbol of the graph.
             last.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
             placeholders[id(tensor)] = last
             read.append(slot)
@@ -405,6 +407,7 @@ def _is_view(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     has_alias = any(argument.alias_info is not None for argument in target._schema.arguments)
+    # Its schema does not say that the result is its argument's memory.
     return has_alias or target is torch.ops.aten._unsafe_view.default
 
 

@@ -84,6 +84,7 @@ class RecurrentLayers:
         """
         step = self._step
         assert step is not None, "prepare comes first"
+        # A PIECEWISE graph calls this between its pieces, on real rows: only a FULL graph has padded requests.
         entry = step.entry if step.is_full else None
         seen = step.real if entry is None else step.extents
         rows = seen.tokens
@@ -281,9 +282,11 @@ class RoleAttention:
         group = self._group_of[layer]
         metadata = self.metadata[group.plan.name]
         rows = metadata.num_tokens
+        # From the field, not from the host: a replay reads the slots of its own step there.
         slots = self._fields["slot_mapping"][:rows]
         if self.context.size > 1:
             slots = self.context.stored(slots)
+        # Before attention, which reads the keys of this step from the cache.
         self._updates.store(group.caches[layer], slots, keys[:rows], values[:rows])
         if rows < out.shape[0]:
             # The rest of the model reads them, and garbage may be NaN, which some operators spread.

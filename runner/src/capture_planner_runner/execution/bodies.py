@@ -96,6 +96,7 @@ class TargetBody:
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
         hidden, *aux = self.forwards.run(self.forward, attend, *self._inputs(extents))
+        # Copied out of the graph's memory, which the next replay in its pool overwrites.
         self.hidden[:rows].copy_(hidden)
         if self.aux is not None:
             self.aux[:rows].copy_(aux[0])
@@ -159,12 +160,14 @@ class TargetBody:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
+            # At their own rows, where verification and the next step look for them.
             self.tokens.index_copy_(0, rows, self.next_tokens(rows))
 
     def next_tokens(self, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the token after each of these rows, ``int64[N]``: the likeliest, or by the sampler."""
         hidden, sampler = self.hidden[rows], self.sampler
         if sampler is None:
+            # Not by whole logits, of which each rank of a spread model has a part.
             return self.model.likeliest(hidden)
         found = self.model.logits(hidden), self.fields[REQUEST_KEYS][rows], self.fields["positions"][rows] + 1
         if sampler.proposed is None:
@@ -327,6 +330,7 @@ class DraftDecodeBody(_DraftBody):
         tokens = self.propose(hidden, states, slice(rows), inputs["positions"] + self.distance, self.state.column)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
+        # Last: `positions` above is a view of the field that this moves on.
         self.updates.advance(self.token_fields, rows)
 
     def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:

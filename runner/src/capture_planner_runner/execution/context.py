@@ -81,6 +81,7 @@ class ContextRanks:
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensors of these ranks, ``[size, *part.shape]``."""
+        # A gather is over all tensor-parallel ranks, of which those that share a request's KV are neighbours.
         first = self.among.rank - self.rank
         return self.among.gather(part.contiguous())[first : first + self.size]
 

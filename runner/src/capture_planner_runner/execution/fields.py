@@ -131,6 +131,7 @@ class FieldBuffer:
 
     def _declare(self, field: MetadataField) -> None:
         self.field = field
+        # A fill that follows the batch has no value of its own, and so no constant.
         self.constant = NULL_SLOT if field.fill is Fill.NULL_SLOT else field.value
         self.is_frozen = field.lifetime is Lifetime.FROZEN
 

@@ -162,6 +162,7 @@ class FusedPadding:
         """Return a graph that copies and covers at least so much, captured when it is first needed."""
         # By powers of two, so that a few graphs serve all steps.
         count = min(1 << (count - 1).bit_length(), len(self._device))
+        # A graph holds the address of the staging that it copies from, so each of the two has graphs of its own.
         key = turn, count, 1 << (blocks - 1).bit_length()
         if key not in self._graphs:
             graph = torch.cuda.CUDAGraph()
@@ -187,6 +188,7 @@ def _fill_and_pad(staging, width: tl.constexpr, block: tl.constexpr) -> None:
         return
     places = first + tl.arange(0, block)
     size = tl.load(row + 8)
+    # Values are moved and not computed with: any type of their width will do.
     if size == 8:
         _write(staging, row, places, elements, tl.int64)
     elif size == 4:

@@ -50,11 +50,14 @@ class FusedUpdates(Updates):
             keys.stride(1),
             values.stride(0),
             values.stride(1),
+            # For both caches: keys and values of a layer are laid out alike.
             *cache.keys.stride()[:3],
             cache.keys.shape[1],
             heads * dim,
             dim,
+            # tl.arange takes powers of two alone; the kernel masks what is beyond the size.
             width=triton.next_power_of_2(heads * dim),
+            # No program of this kernel reads what it writes, so several warps are safe.
             **_ONE_WARP | {"num_warps": 4},
         )
 
@@ -100,6 +103,7 @@ class FusedUpdates(Updates):
 
     def correct(self, step: StepAhead, state: DraftState, outcome: VerificationOutcome) -> None:
         rows, accepted = len(step.starts) - 1, step.accepted
+        # In one launch: the draft prefill has the same rows, and its lengths go back by the same numbers.
         both = attrs.evolve(step.target, lengths=(*step.target.lengths, *step.prefill.lengths))
         _correct[_grid(rows)](
             step.starts,
@@ -279,6 +283,7 @@ def _advance(
     tl.store(positions + row, position, mask=real)
     page = tl.load(block_table + row.to(tl.int64) * table_row + position // page_size, mask=moved, other=0)
     slot = page.to(tl.int64) * page_size + position % page_size
+    # For padded rows too, which stay on the null slot.
     tl.store(slot_mapping + row, tl.where(moved, slot, null_slot), mask=inside)
     for number in range(0, num_lengths):
         pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
@@ -319,6 +324,7 @@ def _correct(
     inside = row < rows
     start = tl.load(starts + row, mask=inside, other=0)
     end = tl.load(starts + row + 1, mask=inside, other=0)
+    # Decided before the loop, which replaces the negative ids.
     unread = inside & (tl.load(input_ids + start, mask=inside, other=0) < 0)
     state = tl.load(idx_mapping + row, mask=unread, other=0)
     back = tl.load(rejected + state, mask=unread, other=0)

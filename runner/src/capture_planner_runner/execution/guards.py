@@ -78,6 +78,7 @@ class GraphState:
 
     def check(self, now: GraphState, label: str) -> None:
         """Raise ``GuardError`` with the name of what differs."""
+        # Nearly every check ends here: names are looked for only once something differs.
         if now == self:
             return
         for name, value in self.frozen.items():

@@ -174,6 +174,7 @@ def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> 
         seq_lens=lengths,
         block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
         idx_mapping=np.full(reqs, NO_REQUEST, dtype=np.int32),
+        # As of a decode that verifies: all tokens of a request but its first are drafts.
         cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
         state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
         page_size=page_size,
@@ -188,6 +189,7 @@ class _DeclaredArrays(dict[str, Array]):
 
     def __init__(self, inputs: StepInputs) -> None:
         super().__init__({name: array for name, array in vars(inputs).items() if array is not None})
+        # The only value that is no array.
         del self["page_size"]
         self._inputs = inputs
 

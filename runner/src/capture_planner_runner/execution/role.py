@@ -215,6 +215,7 @@ class RoleRun:
             if not filled and self._derived:
                 # No graph advances the fields that follow from others.
                 self._apply(padding.table(self._derived, self._derived_values(step.inputs), step.inputs.num_tokens))
+            # Eager attention, and a backend that plans on the host, need the lengths of this step.
             self.prepare_backends(step)
             times += self.replay_or_run(step, started)
         return times, steps
@@ -408,6 +409,7 @@ class RoleRun:
 
 def stage_together(forwards: Sequence[tuple[RoleRun, StepInputs]]) -> None:
     """Fill the fields of several roles at once: with one copy and one kernel on a GPU."""
+    # Before the writes are made: poison spoils the fields, so that each write then fills all of its buffer.
     for role, _ in forwards:
         role._poison_if_asked()
     writes = [write for role, inputs in forwards for write in role.writes(inputs)]

@@ -106,6 +106,7 @@ class Sampler:
 
     def draws(self, keys: torch.Tensor, positions: torch.Tensor, purpose: Draw) -> torch.Tensor:
         """Return a number from 0 to 1, 1 excluded, for each key and position, ``float64[N]``: SplitMix64 of both."""
+        # By purpose, too: the draws of one position must not depend on each other.
         mixed = _mixed(keys ^ _signed(self.seed + purpose * SPLIT_MIX[0])) + positions * _signed(SPLIT_MIX[0])
         # 52 bits: a product with a sum of weights is less than the sum.
         return _shifted(_mixed(mixed), 12).double() * 2.0**-52

@@ -182,6 +182,7 @@ class Updates:
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""
+        # torch.where computes both sides, so the index must be in range for ids that are tokens already.
         return torch.where(ids < 0, answers[(-1 - ids).clamp(min=0).long()], ids.long())
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,6 +222,7 @@ class Updates:
             lengths[:rows].add_(moved)
         if tokens is not None:
             ids = token_fields.input_ids[:rows]
+            # Padded rows keep the fill of the field.
             ids.copy_(torch.where(real, tokens, ids))
 
     def correct(self, step: StepAhead, state: DraftState, outcome: VerificationOutcome) -> None:
@@ -231,6 +233,7 @@ class Updates:
         """
         starts, rows = step.starts[:-1].long(), len(step.starts) - 1
         states = step.target.idx_mapping[:rows].long()
+        # Decided before the loop, which replaces the negative ids.
         unread = step.target.input_ids[starts] < 0
         back = torch.where(unread, outcome.rejected[states], 0)
         drafted = torch.cat([outcome.token.unsqueeze(1), state.proposed[: len(outcome.token)]], dim=1)

@@ -73,6 +73,7 @@ class CudaPool:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.handle = torch.cuda.graph_pool_handle()
+        # Weak, since a graph that its role drops must go: only then does the allocator give up its memory.
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._idle: tuple[int, list[torch.Tensor]] | None = None
         """What no live tensor owns, as it was with so many graphs: to ask the allocator takes long."""
@@ -99,6 +100,7 @@ class CudaPool:
 
     def poison(self) -> None:
         """Overwrite every block that no live tensor owns with ``0xFF``."""
+        # After the last graph is gone, the allocator may free the segments, and with them the blocks that were listed.
         if self._idle is None or self._idle[0] != len(self._graphs):
             self._idle = len(self._graphs), [borrowed(*block) for block in self._blocks("inactive")]
         for block in self._idle[1]:
@@ -116,6 +118,7 @@ class CudaPool:
     def _blocks(self, state: str) -> Iterator[tuple[int, int]]:
         """Yield address and bytes of each block in a state."""
         for segment in self._segments():
+            # A segment lists its blocks in the order of their addresses, without gaps.
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] == state:
@@ -177,8 +180,10 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
         device = torch.empty(0, device=device).device  # with its index, which set_device asks for
+        # Calls below that name no device, such as those for memory, are about the current one.
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Weights and buffers may still be written on the stream that was current before.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         torch.cuda.set_stream(self._stream)
         self._open: CudaGraph | None = None
@@ -206,6 +211,7 @@ class CudaGraphs:
         if not self._accounts:
             return None
         torch.cuda.synchronize()
+        # Freed blocks that the allocator caches would count as used.
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return Reading(used=total - free, held=torch.cuda.memory_reserved())
@@ -230,11 +236,13 @@ class CudaGraphs:
             # Until memory is read again: garbage of before would be taken off what the capture made.
             with nothing_collected():
                 reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+                # The peak is of the whole process: without a reset, an earlier capture's would be counted.
                 torch.cuda.reset_peak_memory_stats()
                 try:
                     self._begin()
                     forward()
                     self._end()
+                # Ctrl-C too: if the stream is left capturing, every later synchronization fails.
                 except BaseException:
                     self._abandon()
                     raise
@@ -243,6 +251,7 @@ class CudaGraphs:
                 graph.alone = torch.cuda.max_memory_allocated() - alive
                 has_leftover = torch.cuda.memory_allocated() > alive
         except RuntimeError as error:
+            # torch has no error class of its own for what a capture forbids, so the message decides.
             if "capturing" in str(error):
                 raise CaptureError(
                     f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
@@ -253,8 +262,10 @@ class CudaGraphs:
         # A graph that was refused may have left segments: one that fits into them still fits.
         if pool.limit is not None and graph.memory and pool.memory > pool.limit:
             held = pool.memory
+            # The traceback keeps this frame, and with it the memory of a graph that is still named.
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
+        # The allocator's list of blocks takes long to read, and few captures leave a tensor behind.
         if has_leftover:
             graph.leftover = pool.new_leftover()
         pool.add(graph)
@@ -283,6 +294,7 @@ class CudaGraphs:
         last = self._open.parts[-1]
         assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
         last.capture_end()
+        # A graph that is kept is not instantiated when its capture ends; the first replay would do it, and take longer.
         last.instantiate()
 
     def _abandon(self) -> None:
@@ -397,4 +409,5 @@ def _kernel(parameters: Any, call: Callable[..., tuple[Any, ...]]) -> str:
         (name,) = call("cuKernelGetName", parameters.kern)
     else:
         return "kernel without a handle"
+    # Names that contain an address differ in every process, and fingerprints must not.
     return _ADDRESS.sub("0x", name.decode(errors="replace"))

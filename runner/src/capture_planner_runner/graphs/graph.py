@@ -54,10 +54,12 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
         return Leftover()
 
     def living() -> list[torch.Tensor]:
+        # type(), not isinstance: that reads `__class__`, which runs code of lazy objects and proxies.
         plain = (each for each in gc.get_objects() if type(each) in _PLAIN)
         return [
             each
             for each in plain
+            # Sparse tensors have no storage to compare.
             if each.device.type == device and each.layout is torch.strided and key_of(each) in sizes
         ]
 
@@ -65,6 +67,7 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
     left = living()
     frames = _ended_frames(left)
     if frames:
+        # This list refers to the tensors as well.
         left.clear()
         for frame in frames:
             frame.clear()
@@ -83,9 +86,12 @@ def _ended_frames(tensors: list[torch.Tensor]) -> list[FrameType]:
     frames: list[FrameType] = []
     level: list[Any] = tensors
     for _ in range(_DEPTH):
+        # The lists of this search refer to the tensors, too.
         own = {id(tensors), id(level), id(frames)}
         referrers = [each for each in gc.get_referrers(*level[:_WIDTH]) if id(each) not in own] if level else []
+        # A generator or a coroutine that is suspended goes on with its variables, so its frame is not cleared.
         frames += [each for each in referrers if type(each) is FrameType and not each.f_code.co_flags & _SUSPENDS]
+        # Modules and classes are not followed: what refers to them does not hold the tensors.
         level = [each for each in referrers if not isinstance(each, (FrameType, ModuleType, type))]
     return frames
 
@@ -204,12 +210,14 @@ def dump_graphs(graphs: Iterable[tuple[str, Entry, Graph]], folder: Path) -> lis
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for role, entry, graph in graphs:
+            # The text of an entry has spaces and commas.
             name = re.sub(r"[^a-z0-9_]+", "-", f"{role} {entry}".lower()).strip("-")
             files += graph.dump(folder / name)
     except (OSError, RuntimeError) as error:  # the latter from CUDA
         with suppress(OSError):
             for half in folder.glob(f"{name}.*"):
                 half.unlink()
+            # Raises, and leaves the folder, if other files are in it.
             folder.rmdir()
         reason = getattr(error, "strerror", None) or error
         raise RunError(f"{folder}: graphs cannot be dumped: {reason}; name another folder") from error

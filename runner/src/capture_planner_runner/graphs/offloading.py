@@ -119,8 +119,10 @@ class _OffloadingGrapher:
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> Graph:
         def joined() -> None:
             forward()
+            # CUDA refuses to end a capture with work on another stream that has not joined it.
             self._offloader.join_after_forward()
 
+        # Outside of the graph, so that it is called at this place of every replay, too.
         self._offloader.sync_prev_onload()
         return _OffloadingGraph(self._grapher.capture(joined, pool), self._offloader)
 
@@ -131,5 +133,6 @@ class _OffloadingGrapher:
             between(*tensors)
             self._offloader.sync_prev_onload()
 
+        # The piece ends at the split, and its copies must have joined by then.
         self._offloader.join_after_forward()
         self._grapher.split(before_the_next_piece, reads, writes)

@@ -82,6 +82,7 @@ def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> tuple[tuple[tu
         size = max(1, -(-block.size // ALIGNMENT)) * ALIGNMENT
         for chunk, others in enumerate(placed):
             offset = _lowest(size, block, others)
+            # The last chunk is the new one, which is as large as its blocks need.
             if chunk == len(chunks) or offset + size <= chunks[chunk]:
                 bisect.insort(others, (offset, offset + size, block.first, block.last))
                 places[index] = chunk, offset
@@ -221,7 +222,9 @@ def apart(lent: Sequence[tuple[torch.Tensor, OwnTensor]]) -> Iterator[None]:
     What is touched in the graph's own memory meanwhile was not lent, and would be elsewhere at replay.
     """
     keys = [storage_key(tensor) for tensor, _ in lent]
+    # The copies are the recording's and not the forward's: without modes nothing of them is recorded.
     with _disable_current_modes():
+        # One copy per storage, so that views of the same memory stay views of the same copy.
         storages = {key: tensor.untyped_storage() for key, (tensor, _) in zip(keys, lent, strict=True)}
         copies = {key: storage.clone() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
         for key, (tensor, own) in zip(keys, lent, strict=True):
@@ -231,6 +234,7 @@ def apart(lent: Sequence[tuple[torch.Tensor, OwnTensor]]) -> Iterator[None]:
     finally:
         with _disable_current_modes():
             for key, storage in storages.items():
+                # What was written meanwhile is the forward's, and operators after the split read it.
                 storage.copy_(copies[key])
             for key, (tensor, own) in zip(keys, lent, strict=True):
                 tensor.set_(storages[key], own.offset, own.shape, own.stride)
@@ -318,6 +322,7 @@ def traits(func: Any) -> Traits:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
     reads = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    # No tag says when these wait for the device: `check_host_sync` decides by their arguments.
     packets = (aten.index, aten.index_put, aten.index_put_, aten.repeat_interleave, aten._linalg_check_errors)
     return Traits(
         is_composite=has("CompositeImplicitAutograd") and not has("CPU"),
@@ -392,6 +397,7 @@ def plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def run_collective(operator: Any, arguments: Any, named: Any) -> None:
     """Run it, and wait until its tensors hold the result."""
     result = operator._op(*arguments, **named)
+    # Operators of c10d return their work, or their tensors and after them the work.
     work = result[-1] if isinstance(result, tuple | list) else result
     work.wait()
 
@@ -410,6 +416,7 @@ def check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
     elif func.overloadpacket in (aten.index_put, aten.index_put_):
         is_dynamic = args[2].numel() != 1 and any(is_mask(index) for index in args[1])  # one value: as masked_fill
     elif func is aten.repeat_interleave.Tensor:
+        # Without the size of the result, torch sums the repeats on the device and reads the sum.
         is_dynamic = kwargs.get("output_size") is None
     else:
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags
@@ -433,6 +440,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.is_cpu
         and tensor.layout is torch.strided
+        # The memory of a conjugate or negated view holds other numbers than the tensor does.
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
@@ -487,6 +495,7 @@ class RecordedGraph:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
         if _current() is not None:
             raise CaptureError(f"a graph cannot be replayed while another is captured{calling_line()}")
+        # A tensor that was made in inference mode can be changed in place in that mode alone.
         with torch.inference_mode(self._in_inference_mode), torch.no_grad():
             for step in self._steps:
                 step()
@@ -559,6 +568,7 @@ class _Call:
             return functools.partial(run_collective, self.op, args, kwargs)
         if not landing:
             return functools.partial(self.op._op, *args, **kwargs)
+        # The out overloads that torch generates for these copy twice: into a new tensor, and from that.
         if self.op in _COPIES:
             return functools.partial(aten.copy_.default._op, landing[0], args[0])
         out = out_overload(self.op)
@@ -593,6 +603,7 @@ class _Break:
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of a forward so far."""
 
+    # Otherwise torch refuses higher-order operators itself, without the line or a remedy.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -632,6 +643,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known.changes_view:
             # Tensors are recorded as they look.
             return func(*args, **kwargs)
+        # Before it runs: a tensor that no operator so far has made existed before the capture.
         for tensor in tensors_of(args, kwargs):
             self._meet(tensor, func, is_own=False)
         if known.is_constant:
@@ -641,6 +653,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
+        # Views and allocations write nothing, and tensors are kept by place and shape, so these need no step.
         if not known.is_allocation and (known.has_effect or any(fresh)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
             self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))

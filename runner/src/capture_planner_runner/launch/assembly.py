@@ -268,6 +268,7 @@ def buffer_bytes(roles: Iterable[RoleRun]) -> int:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Add up tensors, each counted once."""
+    # By address: roles that share caches yield each of them twice.
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
@@ -328,6 +329,7 @@ def reserve_all(
                 # Keys and values of a layer are one tensor where the backend's kernels read them so.
                 packed = getattr(registry[group.backend].backend, "packs_cache", False)
                 for layer in layers:
+                    # The drafter's two roles attend in the same layers, and share the cache of each.
                     if layer not in mine:
                         mine[layer] = layer_cache(attention, pages, dtype, device, packed=packed)
                 registered, of_group = registry[group.backend], {layer: mine[layer] for layer in layers}

@@ -152,6 +152,7 @@ def device_pages(
         f"{_gib(trial.step)} of the largest step and {_gib(trial.graphs)} of graphs"
         + (f", and {_gib(reserved)} reserved for graphs on first use (capture.memory)" if reserved else "")
     )
+    # All ranks take the smallest number: one block table is for all that share a model.
     pages = _least(peers, min(needed.most, left // needed.memory))
     if pages < needed.least:
         raise RunError(
@@ -200,6 +201,7 @@ def run_trial(plan: Plan, needed: PageRange, make: MakeRunner, gauge: Gauge, lim
 
 def largest_step(plan: Plan) -> tuple[Request, ...]:
     """Return requests whose prompts fill the first step of all: ``max_num_tokens`` tokens, as far as limits admit."""
+    # One position is left for the token that each request generates.
     left, longest = plan.limits.max_num_tokens, plan.model.max_model_len - 1
     found: list[Request] = []
     while left > 0 and len(found) < plan.limits.max_num_reqs:

@@ -290,6 +290,7 @@ class _Launch:
             requests = with_adapters(requests, len(self.adapters.names), seed=asked.seed)
         refuse_differences(self.peers, "the requests", request_facts(requests))
         self.drafter = drafter_of(plan, model, asked.drafter, chance=asked.chance, seed=asked.seed)
+        # One compilation for all runners of the run, so that nothing is compiled twice.
         self.grapher, self.compilation = grapher_for(self.device), Compilation(self.peers, among)
         self.variant = without_graphs(plan) if asked.eager else plan
         # Sized for the requests of all replicas, so that each has as many pages.
@@ -303,6 +304,7 @@ class _Launch:
         self.stage = "rehearsal"
         plain, options = without_speculation(self.plan, self.registry), Options(compile=self.asked.options.compile)
         try:
+            # Without the other replicas: each rehearses its own requests, and agrees with none on steps.
             self.answers = self._plain_answers(self._runner_of(plain, self.pages, options, peers=ALONE))
         finally:
             # The device has room for one KV cache: this one is given back before the next is reserved.
@@ -327,6 +329,7 @@ class _Launch:
                 self.stage = "serving"
                 self._serve(runner)
                 self.stage = ""
+            # `stage` says where it was stopped, and the report below what ran until then.
             except KeyboardInterrupt:
                 pass
             except Exception:
@@ -472,6 +475,7 @@ class _Launch:
     def _sampled_eagerly(self) -> Answers:
         """Serve the requests again without graphs, and return the output of each."""
         host.give_back(self.device)  # as after a rehearsal
+        # Eager, but at the padded sizes of the graphs: only a capture can then be the cause of another token.
         options = attrs.evolve(self.asked.options, replay=False, compare=False)
         with self._runner_of(self.variant, self.pages, options) as runner:
             runner.capture()
@@ -515,6 +519,7 @@ class _Launch:
         session, roles, drafter = runner.session.copied(), runner.roles.values(), self.drafter
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
+        # Requests that were never admitted are in no row of the session.
         for each, waits_for in runner.unadmitted(self.requests):
             session.add_request(
                 RequestResult(

@@ -136,6 +136,7 @@ def drafter_of(
     from capture_planner_runner.models.drafters import choose_drafter
 
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
+    # Another seed than the model's, or weights of the same shapes would have its numbers.
     return choose_drafter(
         choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
     )
@@ -246,6 +247,7 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     that is not installed, and what its ``reserve`` raises.
     """
     try:
+        # The null page and one more.
         pages = PageFormat(page_size=page_size, num_pages=2)
         ContextRanks.of(plan, WHOLE, page_size)
         refuse_planning_backends(plan, registry)
@@ -290,4 +292,5 @@ def _model_digest(source: Path | None) -> str:
         return "missing"
     others = sorted(source.glob("*.safetensors*")) if source.is_dir() else []
     content = hashlib.sha256(config.read_bytes()).hexdigest()
+    # Sizes and not contents: to read all weights would take minutes.
     return digest_of(content, *(f"{path.name} {path.stat().st_size}" for path in others))

@@ -290,12 +290,14 @@ class Tally:
             setattr(self, name, getattr(self, name) + counts[name])
         for name in PLACES:
             _add(getattr(self, name), counts[name])
+        # A Counter adds where a dict would replace.
         self.waited.update({Wait(wait): count for wait, count in counts["waited"].items()})
         for name in TIMES:
             getattr(self, name).add_all(counts[name]["pairs"], counts[name]["max"])
 
 
 def _add(sums: list[int], more: Sequence[int]) -> None:
+    # Earlier steps may have had fewer drafts than this one.
     sums.extend([0] * (len(more) - len(sums)))
     for place, count in enumerate(more):
         sums[place] += count
@@ -331,6 +333,7 @@ class Session:
         """Return an independent copy."""
         names = ("captured", "forwards", "steps", "rank_steps", "served")
         rows: dict[str, Any] = {name: [*getattr(self, name)] for name in names}
+        # Deep, since the tally of the session goes on counting.
         return attrs.evolve(self, tally=copy.deepcopy(self.tally), **rows)
 
     def add_forward(self, forward: Forward) -> None:
@@ -354,6 +357,7 @@ class Session:
             self.served.append(request)
             if self.most is not None and len(self.served) > self.most:
                 self.every_request *= 2
+                # The rows are every n-th request: without every second one they are every 2n-th.
                 del self.served[1::2]
 
     def add_rank_step(self, step: RankStep) -> None:

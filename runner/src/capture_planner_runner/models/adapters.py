@@ -84,7 +84,9 @@ class _Stack(nn.Module):
     def forward(self, rows: torch.Tensor, lanes: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Return what is added to a layer's output ``[..., T, out_features]``, for its input ``[..., T, in]``."""
         added = rows.new_zeros(*rows.shape[:-1], self.up.shape[1])
+        # Over all rows for each adapter, since which rows have it is known only on the device.
         for lane in range(len(active)):
+            # Selected on the device, so that a replay takes the adapters of its own step.
             down, up = (stack.index_select(0, active[lane : lane + 1])[0] for stack in (self.down, self.up))
             product = functional.linear(functional.linear(rows, down), up)
             added = torch.where((lanes == lane).unsqueeze(-1), product, added)
@@ -102,11 +104,13 @@ class LoraAdapters:
         self._stacks = [
             (name, layers[name], _Stack(layers[name], [adapter.products.get(name) for adapter in adapters]))
             for name in layers
+            # Layers that no adapter changes get no hook.
             if any(name in adapter.products for adapter in adapters)
         ]
 
     @contextmanager
     def applied(self, lanes: torch.Tensor, active: torch.Tensor) -> Iterator[None]:
+        # By hooks, so that a batch without adapters runs the layers as they are.
         with ExitStack() as hooks:
             for _, layer, stack in self._stacks:
                 hooks.callback(layer.register_forward_hook(partial(_add, stack, lanes, active)).remove)
@@ -142,6 +146,7 @@ def _misfits(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> Iterator[str]
 def random_adapters(layers: Mapping[str, nn.Linear], count: int, *, seed: int) -> tuple[Adapter, ...]:
     """Return adapters of random weights for all layers; each adds about as much as a layer computes."""
     adapters = []
+    # On the host, so that a seed makes the same adapters for every device.
     with seeded(seed, torch.device("cpu")):
         for number in range(1, count + 1):
             products = {
@@ -184,6 +189,7 @@ def read_adapter(folder: Path) -> Adapter:
         raise RunError("\n".join([*problems, "supported: plain LoRA of linear layers, as peft saves it"]))
     rank = stated["r"]
     scale = stated["lora_alpha"] / (math.sqrt(rank) if stated.get("use_rslora") else rank)
+    # Scaled here, once and in float32, instead of in each forward.
     products = {layer: Product(pair["A"], pair["B"].float() * scale) for layer, pair in pairs.items()}
     return Adapter(f"adapter of {folder.resolve().name}", products)
 

@@ -110,6 +110,7 @@ class _Head(nn.Module):
         self._among = target.among
         self._target_embed, self._target_likeliest = target.embed, target.likeliest
         self._target_logits, self._target_vocab_size = target.logits, target.vocab_size
+        # The library's layers find the runner's attention by this name.
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.norm: nn.Module = nn.Identity()
@@ -471,6 +472,7 @@ def load_drafter(
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(target.dtype)
         if is_random and drafter.d2t is not None:
+            # Distinct tokens in ascending order: d2t holds how far each is from its index.
             chosen = torch.randperm(target.vocab_size)[: drafter.vocab_size].sort().values
             drafter.d2t.copy_(chosen - torch.arange(drafter.vocab_size))
     if found is not None and found.files:
@@ -484,6 +486,7 @@ def load_drafter(
             f"{drafter.name}: hidden_size {drafter.hidden_size} without embed_tokens.weight; the target's "
             f"embeddings are {target.hidden_size} wide"
         )
+    # The numbers come from a file: a wrong one would index past the target's embeddings.
     if drafter.d2t is not None:
         tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
         if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
@@ -491,6 +494,7 @@ def load_drafter(
         # Of two drafted tokens that are the same token of the target, only one has a probability there.
         if len(tokens.unique()) < len(tokens):
             raise RunError(f"{drafter.name}: d2t leads to a token of the target twice, expected each once")
+    # After the weights were filled in: a folder has those of the whole head.
     with library_errors(f"{name} cannot be spread over ranks"):
         drafter.spread()
     return drafter
@@ -519,6 +523,7 @@ def _planned(speculative: Speculative, target: TargetModel) -> Config:
             max_position_embeddings=target.max_model_len,
         )
     config.draft_vocab_size, config.first_module = vocab, 0
+    # Any token will do where the weights are random.
     config.mask_token = target.vocab_size - 1
     return config
 

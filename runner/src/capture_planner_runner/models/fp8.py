@@ -53,6 +53,7 @@ def _spread(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tenso
     """Repeat scales for the numbers of their blocks; along an axis with a single one they broadcast."""
     for axis, extent in zip((-2, -1), block, strict=True):
         if scale.shape[axis] > 1:
+            # The last block of an axis may be smaller.
             scale = scale.repeat_interleave(extent, axis).narrow(axis, 0, shape[axis])
     return scale
 

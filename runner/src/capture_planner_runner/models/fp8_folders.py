@@ -58,6 +58,7 @@ class Fp8Format:
         Raises ``RunError`` where no linear layer would be, and for experts that are not gated or have biases.
         """
         head: Any = cast(Any, model).get_output_embeddings()
+        # By type: a subclass may do something else with its weight.
         linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
         chosen = {name: each for name, each in linear.items() if not self.skips(name)}
         if not chosen:
@@ -264,6 +265,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> Fp8Format:
         activation_scale="input_scale",
         is_static=isinstance(inputs, dict) and inputs.get("dynamic") is not True,
         block=block,
+        # compressed-tensors marks a regular expression by `re:`.
         skips=lambda name: any(re.match(key[3:], name) if key.startswith("re:") else key == name for key in ignored),
     )
 

@@ -12,6 +12,7 @@ _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 def is_mask(index: torch.Tensor | None) -> bool:
     """Return True for an index of booleans, on whose values the shape of the result depends."""
+    # uint8 was the dtype of masks before bool, and torch still takes it for one.
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 

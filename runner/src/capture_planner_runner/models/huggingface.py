@@ -110,9 +110,11 @@ def configuration_of(shape: Model) -> PreTrainedConfig:
     }
     if not shape.mrope:
         return LlamaConfig(**numbers)
+    # Sections are of rotary frequencies: one for every two elements of a head.
     half = shape.head_dim // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    # Qwen3-VL has a vision tower in any case; this is a small one, since only the decoder runs.
     seeing = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": hidden, "deepstack_visual_indexes": []}
     return Qwen3VLConfig(text_config=numbers | {"rope_parameters": rope}, vision_config=seeing)
 
@@ -167,6 +169,7 @@ def pretrained(
             f"{folder}: {name} has shape {list(given)}, and by config.json {list(expected)}{more}; they do not belong "
             "together"
         )
+    # First, since the lists below would name the scales and not say what is wrong.
     if fp8 is not None:
         fp8.refuse_others(folder, model, loading["missing_keys"], loading["unexpected_keys"])
     missing = sorted(loading["missing_keys"])
@@ -258,7 +261,9 @@ class HuggingFaceModel:
         self._embedding = self._decoder.get_input_embeddings()
         self.among = among
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits by `logit_scale`, Granite divides them by `logits_scaling`.
         self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
+        # Models name the list of their layers differently: it is the one of their number.
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
         layers = next((child for child in lists if len(child) == self.num_layers), None)
         if self._head is None or layers is None:
@@ -362,6 +367,7 @@ class HuggingFaceModel:
 
     def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
         call = Call(attend, self.windows, positions)
+        # As a batch of one: [1, T], or [3, 1, T] with multimodal rope.
         return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: call}
 
     @torch.no_grad()
@@ -375,6 +381,7 @@ class HuggingFaceModel:
             with RefuseHostReads():  # type: ignore[no-untyped-call]
                 with _errors_alone():
                     expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                # Only now: the expected logits above are those of the library's own mixers.
                 for mixer in self._mixers:
                     mixer.mixer.forward = mixer.forward
                 hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
@@ -445,6 +452,7 @@ def load_target(
     if chosen is None:
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    # The configuration of a multimodal model belongs to no causal language model.
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
     options = {"dtype": chosen, "attn_implementation": INTERFACE}
     if is_mixture:  # transformers 5.17 refuses it for other models
@@ -466,6 +474,7 @@ def load_target(
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
     with library_errors(f"{name} cannot be executed"):
         model.eval().requires_grad_(False)
+        # Before `to(device)`, so that of weights from files only this rank's part takes memory there.
         spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
         return HuggingFaceModel(model.to(device), name, shape.max_model_len, among, windows)
 
@@ -540,6 +549,7 @@ def _kv_heads(config: PreTrainedConfig) -> int:
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
     """Raise ``RunError`` for what the configuration shows, before any weights are read."""
     where = f"{source} ({config.model_type})"
+    # A multimodal model has a separate configuration for its text part.
     has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
     if not has_decoder or config.is_encoder_decoder:
         raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
@@ -562,6 +572,7 @@ def _windows(config: PreTrainedConfig) -> dict[int, int | None]:
     # Qwen configurations state a window that is not used.
     if getattr(config, "use_sliding_window", True) is False:
         window = None
+    # Without types of layers, a window that is stated is that of all layers.
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return {
         layer: window if kind == "sliding_attention" else None

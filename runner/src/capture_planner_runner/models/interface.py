@@ -63,6 +63,7 @@ def _attention(
             f"{where} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}, as latent "
             f"attention has; {SUPPORTED}"
         )
+    # The plan has the windows of the configuration: with another one a layer would attend to other keys.
     window = capture_planner.windows[layer]
     if kwargs.get("sliding_window", window) != window:
         raise RunError(f"{where} asks for a window of {kwargs['sliding_window']}, its configuration for {window}")

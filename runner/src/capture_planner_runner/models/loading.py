@@ -47,6 +47,7 @@ def library_errors(subject: str) -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[None]:
     """Show what transformers logs and Python warns of at the end; after an error, which has a line of its own, none."""
+    # Its capacity is never reached: the records are shown at the end, and only if there was no error.
     logger, kept = logging.getLogger("transformers"), MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
     # Kept, not silenced: what the library says matters where loading succeeds.
     handlers, logger.handlers = logger.handlers, [kept]
@@ -209,6 +210,7 @@ def fill(module: nn.Module, found: Mapping[str, StoredTensor], folder: Path) -> 
         raise RunError("\n".join([*problems, "compare config.json and the method with these weights"]))
     with torch.no_grad():
         for name, item in found.items():
+            # A state dict has the module's own tensors, so this fills the module.
             expected[name].copy_(item.tensor)
 
 

@@ -59,6 +59,7 @@ class Mamba2:
         age = (call.positions[:, None] - torch.arange(lanes, device=inputs.device)) % lanes
         is_own = (age == 0)[:, :, None].expand(-1, -1, inputs.shape[-1])
         added = torch.where(is_own, inputs[:, None], 0.0)
+        # The lane of a token forgets what it held, and the others keep it.
         decays = torch.where(is_own, FORGOTTEN, 0.0).to(inputs.dtype)
         ring = call.attend.recur(self.first, added.flatten(1), decays.flatten(1)).view(added.shape)
         taps = convolution.weight[:, 0].T.flip(0)[age]  # the last tap is of the token itself
@@ -76,6 +77,7 @@ class Mamba2:
         values, keys, queries = torch.split(inputs.to(wide), [mixer.intermediate_size, grouped, grouped], dim=-1)
         values = values.reshape(-1, mixer.num_heads, mixer.head_dim)
         keys, queries = (
+            # With the size of the result given, torch reads no device value to find it.
             each.reshape(-1, mixer.n_groups, mixer.ssm_state_size).repeat_interleave(
                 mixer.num_heads // mixer.n_groups, dim=1, output_size=mixer.num_heads
             )
@@ -96,5 +98,6 @@ def has_mixers(config: PreTrainedConfig) -> bool:
 
 def mixers_of(model: nn.Module) -> Iterator[Mamba2]:
     """Yield what runs each Mamba-2 mixer of a model, in the model's order."""
+    # By their parts: the mixer of each model is a class of its own.
     mixers = (each for each in model.modules() if all(hasattr(each, name) for name in (*_PARTS, *_SIZES)))
     return (Mamba2(mixer, 2 * number) for number, mixer in enumerate(mixers))

@@ -166,6 +166,7 @@ def spread(
         elif style in _OF_PARAMETERS and module is None:
             axis, blocks = _OF_PARAMETERS[style]
             whole: torch.Tensor = getattr(owner, leaf)
+            # A vector, such as a bias, is divided along its only axis.
             setattr(owner, leaf, nn.Parameter(part.of(whole, max(whole.ndim + axis, 0), blocks), requires_grad=False))
         else:
             raise RunError(
@@ -223,4 +224,5 @@ class _Part:
 
 def _keep_rows(linear: nn.Module, rows: slice) -> None:
     for name, whole in list(linear.named_parameters(recurse=False)):
+        # A view would keep the whole weight in memory.
         setattr(linear, name, nn.Parameter(whole[rows].clone(), requires_grad=False))

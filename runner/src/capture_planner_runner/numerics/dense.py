@@ -32,6 +32,7 @@ class WiderWeights:
     """
 
     def __init__(self, weights: Iterable[Weight], dtype: torch.dtype) -> None:
+        # By identity: tied weights are widened once.
         tensors = {id(tensor): tensor for _, module, name in weights for tensor in [getattr(module, name)]}
         self._pairs = [(t, t.data, t.data.to(dtype)) for t in tensors.values() if t.is_floating_point()]
 
@@ -87,6 +88,7 @@ class DenseForward:
             mine = None if shares is None else pad_sequence([shares[index] for index in some], batch_first=True)
             batch = self._batch(some, chunks, rounds_weights, scales, mine)
             found |= {index: rows[: len(sequences[index])] for index, rows in zip(some, batch, strict=True)}
+        # Back in the order of the sequences: batches were made by length.
         return torch.cat([found[index] for index in range(len(sequences))])
 
     def _batch(
@@ -113,6 +115,7 @@ class DenseForward:
                     input_ids=ids[:, part].flatten(),
                     embeddings=None,
                     positions=positions.expand(3, -1) if self.model.mrope else positions,
+                    # Slots of 1, since the null slot would mark the rows as padding.
                     attend=LayerCalls(
                         functools.partial(attention, int(part[0])), torch.ones_like(positions), attention.recur
                     ),
@@ -211,6 +214,7 @@ def _weigh(
         visible &= seen > rows - window
     scores = scores.masked_fill(~visible, -torch.inf)
     top = scores.amax(-1, keepdim=True)
+    # The largest score is subtracted, so that exp does not overflow.
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     if scoring.sinks is not None:
@@ -303,6 +307,7 @@ def scales(
         advance(f"layer {layer}")
         for part, direction, judged in (
             ("attention", attention, members),
+            # What a layer adds besides attention: the difference of the two directions.
             ("rest", whole - attention, members),
             *(("attention", direction, {kind: members["all"]}) for kind, direction in alone.items()),
         ):
@@ -312,6 +317,7 @@ def scales(
             along, sizes = (own * weighted[at]).sum(1), size[at]
             for label, rows in judged.items():
                 total = float(sizes[rows].sum())
+                # A part that changes no row has no direction, so its scale cannot be estimated.
                 if not total or not math.isfinite(total):
                     continue
                 # The fewer rows, the more noise.

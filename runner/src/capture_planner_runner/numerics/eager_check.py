@@ -60,6 +60,7 @@ class Taps:
         """Copy ``tensor [rows, ...]`` to the front of its buffer, which has rows for the largest graph."""
         if not self._is_on:
             return
+        # Outside of a capture, in the warm-up before it: what a capture makes, later replays overwrite.
         if key not in self._buffers:
             rows = max(self._rows, len(tensor))
             self._buffers[key] = tensor.new_zeros(rows, *tensor.shape[1:])
@@ -125,6 +126,7 @@ class _ComparedForward:
         if key.name == "draft_state.column":
             return None, None
         if key.name in CACHES:
+            # The slots of a chain follow each other, step by step.
             number, row = divmod(row, self.num_tokens)
         inputs = self.chain[number]
         if key.name.startswith("draft_state."):
@@ -191,6 +193,7 @@ class EagerCheck(ForwardObserver):
             entry=step.entry,
             step=step,
             chain=chain,
+            # Copied now: the eager forward fills the same buffers at other extents.
             fields={buffer.key: buffer.tensor.clone() for buffer in role.fields},
             slots=role.attention.context.stored(torch.from_numpy(slots)).to(role.fields["positions"].device),
             turn=turn,
@@ -198,6 +201,7 @@ class EagerCheck(ForwardObserver):
         inputs = [tensor_of(actual) for actual in (*role.body.inputs(), *role.recurrent.persistent())]
         before = [tensor.clone() for tensor in inputs]
         caches = [(cache, cache[forward.slots]) for _, _, cache in _slots(role)]
+        # Of all slots: the graph may write none that are not this batch's.
         before_graph = {(layer, name): prints(cache) for layer, name, cache in _caches(role)}
         eager = self._eager(forward)
         # The graph starts where the eager forward did, and finds none of its results.
@@ -210,7 +214,9 @@ class EagerCheck(ForwardObserver):
         for cache, then in caches:
             cache[forward.slots] = then
         self._compare_fields(forward)
+        # Once more: the eager forward has prepared the backends for its own extents.
         role.prepare_backends(step)
+        # The start is moved by the time of the eager forward, which is no time of the step.
         times = role.execute(step, started + perf_counter() - begun)
         self._compare_tensors(forward, self._results(forward), eager, before_graph)
         self._log.add_equal(role.role)
@@ -254,6 +260,7 @@ class EagerCheck(ForwardObserver):
                 # After the last step of a chain, when all of its slots are written.
                 results.update(caches[key.layer])
         for name, tensor in _in_order(forward.role.body.outputs()):
+            # Unless the graph is of decodes, only some rows are sampled, after it.
             if name != "tokens" or forward.entry.tokens_each is not None:
                 keep(TapKey(0, None, name), tensor)
         return results
@@ -333,6 +340,7 @@ class EagerCheck(ForwardObserver):
     ) -> None:
         """Refuse a slot that the graph wrote and this batch does not; any row may write the null page."""
         role = forward.role
+        # Read again: only checksums of the cache were kept.
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph
         changed[forward.slots] = False
@@ -341,6 +349,7 @@ class EagerCheck(ForwardObserver):
             slot = int(changed.nonzero()[0])
             actual = cache[changed]
             errors = torch.full((len(actual),), torch.inf, dtype=torch.float64)
+            # A slot of this rank; pages are counted over all ranks that share the KV.
             at = slot, self._log.owner(slot * role.attention.context.size, role.page_size)
             self._refuse(forward, key, actual, torch.full_like(actual, torch.nan), errors, 0.0, after, at)
 

@@ -47,6 +47,7 @@ def row_errors(graph: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
     if not eager.is_floating_point():
         return torch.where((actual != expected).any(1), torch.inf, 0.0).double()
     apart = (actual.double() - expected.double()).norm(dim=1)
+    # Two rows of zeros are equal, and 0 / 0 would be NaN, which counts as infinite.
     return _finite(torch.where(apart == 0, 0.0, apart / expected.double().norm(dim=1)))
 
 
@@ -63,6 +64,7 @@ def shortfall(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return ``float64[rows]``: ``below_best`` as a share of the row's largest magnitude."""
     found = logits.double()
     short = below_best(tokens, found)
+    # A row of zeros has no magnitude to divide by, and all of its tokens are the best.
     return _finite(torch.where(short == 0, 0.0, short / found.abs().amax(1)))
 
 

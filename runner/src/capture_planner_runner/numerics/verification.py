@@ -108,6 +108,7 @@ class RowKeeper(ForwardObserver):
         for kept in self._kept:
             ids, positions, chosen = kept.ids.tolist(), kept.positions.tolist(), []
             for name, (start, end) in zip(kept.requests, itertools.pairwise(kept.starts), strict=True):
+                # A request without a token is not among the sequences, and its rows are not compared.
                 tokens = sequences.get(name, ())
                 for row in range(start, end):
                     at = positions[row]
@@ -192,6 +193,7 @@ def check_output(
     kept = keeper.rows(sequences)
     dense = DenseForward(
         model=model,
+        # No forward reads the last token of a request.
         sequences=tuple(tokens[:-1] for tokens in sequences.values()),
         device=device,
         kv_dtype=kv_dtype,
@@ -220,6 +222,7 @@ def check_output(
     at = torch.tensor([begins[name] + position for name, position in kept.places], device=device, dtype=torch.int64)
     rows, mean_bound, errors, row_faults = _rows(exact, runs, kept, at)
     found: tuple[LayerScale, ...] = ()
+    # For models in half precision; in float32 the bound of rows alone is far below such an error.
     if exact_dtype is torch.float32 and len(at) and rows.bound is not None:
         chosen = (errors <= max(rows.bound, GROSS)).nonzero()[:, 0]
         ordinary = ComparedRows(
@@ -318,6 +321,7 @@ def _tokens(
         largest = max(largest, float(logits.abs().max()))
         for run in runs:
             apart = model.logits(run[some]).to(logits.dtype) - logits
+            # A shift of all logits changes no token: only their spread counts.
             spreads.append((apart.amax(1) - apart.amin(1)).double())
     loss, spread = torch.cat(losses), torch.cat(spreads)
     deviation = _deviation(loss, spread, FLOOR * largest)

@@ -136,9 +136,11 @@ class SymmetricCollectives(GroupCollectives):
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(partial.dtype)
+        # All ranks must take the same path; dtype and size are equal on all of them.
         if buffer is None or partial.nbytes > self.largest or partial.nbytes % _ALIGNMENT:
             return super().all_reduce(partial)
         self.calls += 1
+        # A view of the buffer that was exchanged: the other ranks read at its address.
         mine = buffer[: partial.numel()].view(partial.shape)
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, partial.contiguous(), "sum", self._name)
         return total
@@ -195,6 +197,7 @@ def collectives_of(peers: Peers, device: torch.device, choice: AllReduce = "auto
 def _absence(peers: Peers, device: torch.device) -> str | None:
     """Return why the ranks that share a model have no symmetric memory; the same on all of them."""
     place = peers.place
+    # An exchange has the values of all ranks; this is the part of one replica.
     mine = slice(place.data * place.tensor_size, (place.data + 1) * place.tensor_size)
     number = torch.empty(0, device=device).device.index
     places = [str(each).rsplit(":", 1) for each in peers.exchange("devices", f"{place.host}:{number}")[mine]]

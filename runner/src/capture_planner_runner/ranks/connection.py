@@ -189,12 +189,14 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     try:
         cards = meet(board, me.rank, me.size, card(), limits)
     except RankError as error:
+        # A store in this process stays until the ranks that have come have read the verdict.
         _part_from(board, me, Patience.after(limits, error.ranks), hosts_store=hosts_store)
         raise
     hosts, machines = (tuple(str(each[name]) for each in cards) for name in ("host", "machine"))
     names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
     with ExitStack() as ends:
         processes = LocalProcesses(me.rank, cards)
+        # Registered first, so closed last: the threads below read these files until they have stopped.
         ends.callback(processes.close)
         watch = RankWatch(board, me.rank, names, limits, gone=processes.gone)
         ends.callback(_threads(watch, limits, end))
@@ -255,6 +257,7 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
             try:
                 watch.look()
             except RankError as error:
+                # The board does not answer, so the verdict cannot be shared: this rank ends with its own.
                 watch.conclude(RankVerdict(says=str(error), ranks=error.ranks))
                 return
 

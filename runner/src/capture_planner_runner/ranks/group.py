@@ -79,6 +79,7 @@ class SharedRows:
                 self._check()
                 sleep(_PAUSE)
         assert (rows[:, _LENGTH] == len(numbers)).all(), "ranks of one plan have as many numbers"
+        # Copied, since the set is written again two rounds later.
         found: Array = rows[:, _NUMBERS : _NUMBERS + len(numbers)].copy()
         return found
 
@@ -145,6 +146,7 @@ class RankGroup(Peers):
         return self._tensor
 
     def close(self) -> None:
+        # A rank that ends its groups while others are inside a collective would break it.
         self.exchange("the end of the run", None)
         if self._host is not None:
             dist.destroy_process_group()
@@ -154,6 +156,7 @@ class RankGroup(Peers):
         if self._host is None:
             if dist.is_initialized():
                 raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
+            # First under the watch, which finds a missing rank: torch would wait for it FOREVER.
             self.exchange("opening the groups", None)
             try:
                 place, is_gpu = self.place, self._device.type == "cuda"
@@ -166,6 +169,7 @@ class RankGroup(Peers):
                 )
                 # A separate group, so that agreements cannot interleave with other collectives of the host.
                 host: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOREVER)
+                # Every rank opens the groups of all replicas: torch's new_group is collective over all ranks.
                 for data in range(place.data_size if place.tensor_size > 1 else 0):
                     ranks = range(data * place.tensor_size, (data + 1) * place.tensor_size)
                     group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)

@@ -107,6 +107,7 @@ def on_every_rank(
     try:
         result = stage()
     except awaits as error:
+        # A lack of memory ends no run: the ranks agree on it, and drop the graph together.
         if isinstance(error, torch.OutOfMemoryError):
             unfit = _line(error)
         else:

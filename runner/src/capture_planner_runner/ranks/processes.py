@@ -161,6 +161,7 @@ class _Child:
 
     def poll(self) -> None:
         """Read its errors, and its exit code once it has ended: 1, and a line, if a signal killed it."""
+        # Before the pipe is read: if the process has ended by now, all that it sent is in there.
         code = self.process.exitcode
         with suppress(EOFError):
             while self.errors.poll():
@@ -191,9 +192,11 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
         raise RunError("CUDA is in use in this process, which cannot be divided into ranks; start them with torchrun")
     with closing(socket.socket()) as listening:
+        # Before the forks, so that each rank is given a port that is open.
         listening.bind((ADDRESS, 0))
         listening.listen(size)
         port = listening.getsockname()[1]
+        # Each rank freezes the collector's objects, and with them garbage, which it would keep for good.
         gc.collect()
         children = [
             _start(
@@ -210,7 +213,9 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
     code = _wait(children)
     for reader in readers:
         reader.join(PATIENCE)
+    # Only now: the ranks exchange through it until they end.
     del store
+    # Ranks that end because of one have the same sentence, which is shown once.
     for line in dict.fromkeys(line for child in children for line in child.lines):
         say(line)
     return code
@@ -225,6 +230,7 @@ def _start(me: RankProcess, work: Callable[[RankProcess, Say], int], listening: 
         # Python warns of threads that a fork does not have: those of numpy's BLAS, which can be forked.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
+    # Now only the child has the writing ends, so reading ends when it exits.
     sent.close()
     if shown is not None:
         os.close(shown[1])

@@ -47,6 +47,7 @@ class Board:
         try:
             for number, part in enumerate(parts[1:], 1):
                 self._store.set(f"{key}.{number}", part)  # type: ignore[arg-type, unused-ignore]
+            # The first part comes last: it names their number, and a reader that finds it finds the others.
             self._store.set(key, f"{len(parts)} ".encode() + (parts or [b""])[0])  # type: ignore[arg-type, unused-ignore]
         except RuntimeError as error:
             raise self._broken(error) from error
@@ -54,6 +55,7 @@ class Board:
     def read(self, keys: Sequence[str]) -> tuple[str | None, ...]:
         """Return the texts of some keys; None for a missing one."""
         try:
+            # Both `multi_get` and `get` wait for a key that is missing, and `check` does not.
             if self._store.check(list(keys)):
                 found: list[bytes | None] = list(self._store.multi_get(list(keys)))
             else:
@@ -256,6 +258,7 @@ class RankWatch:
         """Note that a collective call begins; return its number, which is the same on all ranks."""
         self._since = self._clock()
         number = self._call[0] + 1
+        # In one tuple, so that the other thread reads the number and the topic of the same call.
         self._call = number, at, True
         return number
 
@@ -291,6 +294,7 @@ class RankWatch:
         self._left = self._left or self._clock()
         self._blamed = error.ranks if isinstance(error, RankError) else ()
         self._interrupted = isinstance(error, KeyboardInterrupt)
+        # Last of the three: the other thread may post at any time, and an end needs its cause.
         self._ended_with = "" if error is None else sentence(error)
         self._post()
 
@@ -350,6 +354,7 @@ class RankWatch:
     def conclude(self, verdict: RankVerdict) -> None:
         """End with a verdict that could not be written, since the board does not answer."""
         if self._verdict is None:
+            # The time first: the guard reads it as soon as there is a verdict.
             self._concluded_at = self._clock()
             self._verdict = verdict
             self._concluded.set()

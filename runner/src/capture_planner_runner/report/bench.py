@@ -143,6 +143,7 @@ def _decode(report: BenchReport) -> Section:
         "A step is everything: schedule, preparation, replay, copy of the tokens to the host, verification. Bare: "
         "only the graphs it replays, repeated on what the last step staged. Host: the part of the step before "
         "its replays; on a GPU it overlaps the step before, where the runner can run ahead.",
+        # All rows have windows of the same length.
         *(f"At most {counted(r.windows, 'window')} of {counted(r.steps, 'step')} each." for r in report.decode[:1]),
     ]
     if any(len(row.graphs) > 1 for row in report.decode):

@@ -56,6 +56,7 @@ def _batches(report: RunReport) -> Chart:
             log = high > 8 * max(1, extents[len(extents) // 2])
             series = [Series("no padding", Mark.LINE, [(low, low), (high, high)], color="ink", dash=":")]
             for name, color, sizes in _ladders(graphs, axis):
+                # Stairs beyond the batches that came would press their marks together.
                 if sizes := [extent for extent in sizes if low <= extent <= high]:
                     sizes = sizes[:: -(-len(sizes) // MAX_POINTS)]
                     series.append(Series(name, Mark.STAIRS, zip(sizes, sizes, strict=True), color=color))
@@ -112,6 +113,7 @@ def _paddings(report: RunReport) -> Chart:
                 for real, computed in (_extents(forward, axis),)
                 for _ in range(forward.repeats)
             ]
+            # A PIECEWISE graph pads no requests: its curve would say nothing.
             if shares and not (axis == "requests" and mode is GraphMode.PIECEWISE):
                 name = f"{role.value} {mode.value}"
                 series.append(_cumulative(name, shares, MODE_COLORS[mode], _DASHES[role]))
@@ -219,6 +221,7 @@ def _acceptance(report: RunReport) -> Chart | None:
     drafted_means, accepted_means = (
         buckets.means((step.index, getattr(step, name)) for step in report.steps) for name in ("drafted", "accepted")
     )
+    # None leaves a gap in the line: no draft was verified there.
     rates = [good / all_ if all_ else None for good, all_ in zip(accepted_means, drafted_means, strict=True)]
     mean = sum(step.accepted for step in report.steps) / drafted
     ends = buckets.edges[0], buckets.edges[-1]
@@ -252,6 +255,7 @@ def _latency(report: RunReport) -> Chart:
         series = [_cumulative(name, values, color) for name, color, values in named if values]
         if series:
             every = sorted(value for _, _, values in named for value in values)
+            # A long tail would squeeze the rest on a linear axis; a logarithmic one has no 0.
             log = every[0] > 0 and every[-1] > 20 * nearest_rank(every, 50)
             x, y = PlotAxis("time, at most", "s", log=log), PlotAxis(unit, "%", from_zero=True)
             plots.append(Plot(title=title, x=x, y=y, series=series))
@@ -272,12 +276,14 @@ def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:
     ordered = sorted(values)
     last = len(ordered) - 1
     steps = min(MAX_POINTS, last) or 1
+    # A set, since rounding may give an index twice.
     at = sorted({round(step * last / steps) for step in range(steps + 1)})
     return [ordered[0], *(ordered[i] for i in at)], [0.0, *((i + 1) / len(ordered) for i in at)]
 
 
 def thinned(counts: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int]]:
     """Return at most MAX_POINTS points with their counts: of neighbours, the most frequent for all."""
+    # By what was computed first, so that neighbours were served by the same graph.
     points = sorted(counts.items(), key=lambda point: point[0][::-1])
     width = -(-len(points) // MAX_POINTS)
     return [

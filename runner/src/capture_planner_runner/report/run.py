@@ -143,6 +143,7 @@ def verification_sections(check: OutputCheck | None) -> Iterator[Section]:
         parts=(
             *warned(*check.faults),
             f"reference: dense forwards in {check.reference} over the served tokens; noise: {'; '.join(check.runs)}",
+            # The first two lines are in the table.
             *check.measured[2:],
             grid,
         ),
@@ -511,6 +512,7 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
     """Yield the sections: where the memory went, and the graphs that took most of it."""
     accounts, later, rest = numbers.accounts, numbers.later, report.buffers - report.workspaces
     rows = [_memory_row(kind) for kind in numbers.captured if not kind.on_first_use]
+    # These account for captures at start alone, so they come before those on first use.
     rows += [] if accounts is None else _others(accounts)
     rows += [_memory_row(kind) for kind in numbers.captured if kind.on_first_use]
     yield Section(
@@ -579,6 +581,7 @@ def _cache(report: RunReport) -> Iterator[str]:
 
 
 def _by_graph(numbers: RunSummary) -> Iterator[Section]:
+    # Most graphs fit into what larger ones left in their pool, and take nothing.
     taking = (used.graph for used in numbers.graphs if used.graph.memory or used.graph.driver)
     graphs = sorted(taking, key=lambda graph: -(graph.memory + graph.driver))
     if not graphs:
@@ -650,6 +653,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
         return
     parallel = report.plan.parallel
     size = parallel.tensor * parallel.data
+    # A rank that ended early has sent no row.
     missing = size - len(record.rows)
     skew = Percentiles.of(Distribution.of(record.skews))
     lines = [f"{size} ranks: {counted(parallel.data, 'replica')} of {counted(parallel.tensor, 'tensor-parallel rank')}"]
@@ -658,6 +662,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
             f"{counted(record.agreements, 'agreement')} of steps; from the first rank to the last, "
             f"p50 {seconds(skew.p50)}, p99 {seconds(skew.p99)}, max {seconds(skew.max)}"
         )
+    # Of a long run, times are kept of the last agreements alone.
     agreements = len(record.skews)
     rows = [
         (
@@ -704,6 +709,7 @@ def _vector(vector: VectorCount) -> dict[str, Any]:
     """Return the vector as ``capture-planner ranks --vectors`` reads it, and its steps."""
     pairs = zip(vector.batches, vector.captured, strict=True)
     ranks = [
+        # A replica with graphs and without a batch is null in a vector.
         {**(plain(batch) if batch is not None else {}), **({} if captured else {"captured": False})} or None
         for batch, captured in pairs
     ]
@@ -790,6 +796,7 @@ def _used(used: GraphUse) -> dict[str, Any]:
 
 def _captured_json(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
     dropped = (GraphUse(graph=graph, forwards=0) for graph in numbers.dropped)
+    # `capture_seconds` is of the captures at start.
     late = (graph.seconds for graph in report.captured if graph.step is not None)
     return {
         "planned": numbers.planned,

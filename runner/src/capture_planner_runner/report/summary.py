@@ -251,6 +251,7 @@ def summary(report: RunReport) -> RunSummary:
         else Acceptance(
             drafted=tally.drafted_tokens,
             accepted=tally.accepted_tokens,
+            # Each decode with drafts has a first one.
             decodes=tally.drafted[0] if tally.drafted else 0,
             positions=tuple(
                 PositionAcceptance(drafted=drafted, accepted=accepted)
@@ -385,6 +386,7 @@ def _reason(report: RunReport, eager: Fallback) -> str:
 
 def _change(report: RunReport, role: Role, reason: Reason) -> str:
     """Return what gives forwards of a role a graph."""
+    # The plan has graphs, and no capture was tried: the run was asked to be eager.
     if reason is Reason.MODE and report.plan.num_graphs and report.lazy is None and not report.captured:
         return _NO_GRAPHS
     # Graphs at start and on first use have budgets of their own: name the one that was too small.
@@ -405,6 +407,7 @@ def _change(report: RunReport, role: Role, reason: Reason) -> str:
 
 def _why_unused(report: RunReport, unused: int, graphs: int) -> str:
     most, limit = report.counts.most_reqs, report.plan.limits.max_num_reqs
+    # The limit of requests was reached, so a lack of requests is not the reason.
     if unused < MANY * graphs or most >= limit:
         return ""
     ran = f": at most {most:,} of {limit:,} requests{of_first_rank(report)} ran at once"
@@ -435,6 +438,7 @@ def _waits(report: RunReport) -> str:
 def _missing(report: RunReport, wait: Wait) -> str:
     """Return what was missing, and what to change."""
     plan = report.plan
+    # Without the rows of other ranks, the counts are of this replica.
     replicas = 1 if report.ranks is None else plan.parallel.data
     each = " in each replica" if replicas > 1 else ""
     if wait is Wait.PAGES:

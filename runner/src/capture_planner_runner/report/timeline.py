@@ -40,6 +40,7 @@ def events_of(report: RunReport, place: Place) -> list[dict[str, Any]]:
     ]
     found = [*_captures(report), *_steps(report), *(each for row in report.forwards for each in _forward(row))]
     return names + [
+        # `track` is our own key; the format has the number of a thread.
         {name: value for name, value in each.items() if name != "track"}
         | {"pid": place.rank, "tid": tracks.index(each["track"])}
         for each in found
@@ -65,6 +66,7 @@ def timeline(ranks: Sequence[Events]) -> dict[str, Any]:
 
 def _captures(report: RunReport) -> Iterator[dict[str, Any]]:
     for graph in report.captured:
+        # A graph that was refused without a try took no time.
         if graph.tried:
             dropped = None if graph.waiver is None else graph.waiver.message
             args = {"bytes": graph.memory, "on_first_use": graph.step is not None, "dropped": dropped}

@@ -64,6 +64,7 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
     """
     starts, rows, positions = token_rows(scheduled)
     seq_lens = (scheduled.base + scheduled.counts).astype(np.int32)
+    # A request near the model's end has no pages for all of the lookahead.
     width = min(pages.pages(int(seq_lens.max()) + LOOKAHEAD), states.table.shape[1])
     lanes, active = adapter_lanes(scheduled, states)
     return StepInputs(
@@ -92,6 +93,7 @@ def request_keys(rows: Array, states: RequestStates) -> Array | None:
 
 def proposal_rows(scheduled: ScheduledBatch, starts: Array, num_states: int, most_drafts: int) -> Array:
     """Return the row of ``Sampler.proposed``, which has ``num_states``, of the draft after each token, ``int64[T]``."""
+    # 0 is the row of the last known token, which the first draft follows.
     inside = np.arange(scheduled.num_tokens) - np.repeat(starts[1:] - 1 - scheduled.drafts, scheduled.counts)
     rows = np.repeat(scheduled.state_indices, scheduled.counts) * most_drafts + inside
     is_drafted = (inside >= 0) & (inside < np.repeat(scheduled.proposed, scheduled.counts))
@@ -213,6 +215,7 @@ def own_prefill_inputs(
     tokens = np.where(is_known, states.tokens[rows, positions + draft.shift], 0)
     seq_lens = (base + counts).astype(np.int32)
     width = min(pages.pages(int(seq_lens.max())), states.table.shape[1])
+    # Rows of rejected drafts may go on from any row: nothing reads what they compute.
     target_rows = np.repeat(target.query_start_loc[:-1], counts) + np.where(is_known, inside, 0)
     return attrs.evolve(
         target,
@@ -225,6 +228,7 @@ def own_prefill_inputs(
         last_token_indices=(starts[:-1] + np.minimum(known, counts) - 1).astype(np.int32),
         target_rows=np.where(is_mask, -1, target_rows).astype(np.int32),
         request_keys=request_keys(rows, states),
+        # The drafter verifies and samples nothing of these rows.
         cu_num_draft_tokens=None,
         sampled_rows=None,
         sampled_counts=None,
@@ -248,6 +252,7 @@ def draft_decode_inputs(
     # The steps of the chain find their pages on the device, where the table cannot grow.
     width = min(pages.pages(int(seq_lens.max()) + scheduled.draft_tokens), states.table.shape[1])
     return StepInputs(
+        # Not read: the forward takes the token of each request from the draft state.
         input_ids=np.zeros(count, dtype=np.int32),
         positions=positions,
         slot_mapping=slot_mapping,

@@ -158,12 +158,14 @@ class StepLauncher:
             if not filled and self._target.advances and entry is not None and entry.query_len == 1:
                 room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
                 self._advanced = _NextDecodes(scheduled.state_indices, inputs, room)
+        # Queued behind the forwards: nothing waits here.
         tokens = copy_to_host(self._target.tokens[: scheduled.num_tokens])
         return self._pending(planned, scheduled, inputs, started, tokens, proposed)
 
     def launch_idle_step(self, planned: PlannedStep) -> None:
         """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
         self._begin(None)
+        # Dummy batches overwrite fields that an earlier graph has left for the next step.
         self._advanced = None
         # The forwards of other ranks hold collectives that wait for this one's.
         for role, batch in planned.batches.items():
@@ -312,6 +314,7 @@ class StepLauncher:
         run, batch, dispatch = self._roles[role], planned.batches[role], planned.dispatches[role]
         inputs, forwards = planned.across(role, inputs), 1
         if role is Role.DRAFT_DECODE:
+            # The draft prefill has made the first draft.
             steps = planned.draft_tokens - 1
             times, forwards = run.run_chain(batch, dispatch, inputs, steps, begun, filled=filled)
         else:
@@ -379,6 +382,7 @@ class WarmUpLauncher(StepLauncher):
             if perf_counter() < self._deadline:
                 self.ran += 1
                 return super().launch(planned, started)
+        # Nothing ran, so no graph has filled the fields of the next step.
         scheduled, self._advanced = planned.scheduled, None
         assert scheduled is not None, "one replica warms up"
         self._count += 1

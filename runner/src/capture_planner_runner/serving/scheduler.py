@@ -155,6 +155,7 @@ class Scheduler:
             k = self._k(len(decoding))
         rows: list[tuple[AdmittedRequest, int, int]] = []
         for live in decoding:
+            # At least its own token; drafts as far as there is room in the step.
             drafts = min(k, room[live.state_index], left - 1 - slots)
             if drafts < 0:
                 # The step has no room for another row.

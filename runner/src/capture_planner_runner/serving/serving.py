@@ -102,6 +102,7 @@ class Serving:
         scheduled, admitted = self.scheduler.schedule()
         if self._drafter is not None:
             for live in admitted:
+                # Before it drafts: another request's answer may still be there.
                 self._drafter.set_answer(live.state_index, self._answers.get(live.request.name, ()))
         return self._planner.plan(scheduled, is_done=is_done)
 

@@ -168,6 +168,7 @@ class ScheduledBatch:
 
     def __attrs_post_init__(self) -> None:
         query_len, max_query_len = query_lens(self.counts, prompts=self.prompts > 0)
+        # Computed once: each is read several times in a step.
         for name, value in (
             ("num_reqs", len(self.live)),
             ("num_tokens", int(self.counts.sum())),

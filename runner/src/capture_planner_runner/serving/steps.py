@@ -261,6 +261,7 @@ class ReplicaPlanner(StepPlanner):
 
     def _numbers(self, scheduled: ScheduledBatch | None, is_done: bool) -> list[int]:
         numbers = [int(is_done), int(self._captured)]
+        # Of every role, so that the rows of all ranks have the same length.
         for role in self._roles:
             batch = None if scheduled is None else batch_of(role, scheduled, self._states, self._draft)
             numbers += _packed(batch)
