@@ -276,7 +276,8 @@ def _scened(case: Case, **changes: Any) -> Case:
     scene = replace(
         scene,
         num_tokens=num_tokens,
-        size_tokens=_within(scene.size_tokens, num_tokens),
+        # Law 1: the ceiling is a size itself; decodes above their largest graph run as any batch does.
+        size_tokens=_within((*scene.size_tokens, num_tokens), num_tokens) if scene.size_tokens else (),
         size_reqs=_within(scene.size_reqs, scene.num_reqs) if scene.size_tokens else (),
         schedule=schedule,
     )
@@ -284,9 +285,8 @@ def _scened(case: Case, **changes: Any) -> Case:
 
 
 def _within(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return sizes cut to a limit, with the limit among them; no sizes stay none."""
-    # Law 1: the ceiling is a size itself.
-    return tuple(sorted({min(size, most) for size in sizes} | {most})) if sizes else ()
+    """Return sizes cut to a limit."""
+    return tuple(sorted({min(size, most) for size in sizes}))
 
 
 def _shapes(shapes: tuple[Shape, ...], case: Case) -> Iterator[Case]:

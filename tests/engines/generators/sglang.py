@@ -67,6 +67,9 @@ MODELS: dict[str, tuple[str, int]] = {
 """Architecture and longest sequence."""
 
 _EAGLE = "--speculative-draft-model-path MODEL --speculative-algorithm"
+_EVERY_LENGTH = '{"max_position_embeddings":512,"rope_scaling":null,"rope_parameters":null}'
+_ONE_STEP = "--speculative-num-steps 1 --speculative-num-draft-tokens 2 --speculative-eagle-topk"
+_BRANCH = "--speculative-num-steps 3 --speculative-num-draft-tokens 4 --speculative-eagle-topk"
 PROBES = (
     ("t4", ""),
     ("rtx-5090", ""),
@@ -97,8 +100,8 @@ BOUNDARIES = (
     ("small", "--max-running-requests 1 --cuda-graph-bs-prefill 1 2 4 --cuda-graph-bs-decode 1"),
     ("llama-3", "--pp-size 2 --cuda-graph-backend-prefill breakable --chunked-prefill-size 8192"),
     ("deepseek-v2", "--chunked-prefill-size 8192"),
-    ("qwen3-vl", "--max-running-requests 512"),
-    ("qwen3-vl-moe", "--max-running-requests 513 --cuda-graph-max-bs-decode 512"),
+    ("qwen3-vl", "--max-running-requests 512", "h200"),
+    ("qwen3-vl-moe", "--max-running-requests 513 --cuda-graph-max-bs-decode 512", "h200"),
     ("qwen3.5", "--max-mamba-cache-size 1"),
     ("qwen3-next", "--max-mamba-cache-size 48 --max-running-requests 48"),
     ("llama-3", f"{_EAGLE} EAGLE3 --speculative-num-steps 1 --speculative-eagle-topk 1"),
@@ -108,8 +111,29 @@ BOUNDARIES = (
     ),
     ("llama-3", "--speculative-algorithm NGRAM --speculative-num-draft-tokens 1"),
     ("llama-3", "--enable-lora --max-lora-rank 16 --lora-target-modules q_proj --max-loras-per-batch 1"),
+    ("llama-3", '--cuda-graph-config {"prefill":{"backend":"full","full_prefill_max_req":1}}', "h100"),
+    ("small", "--context-length 2048"),
+    ("llama-3", "--attn-dp-size 1 --dp-size 2"),
+    ("llama-3", "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 --page-size 16", "h100"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_BRANCH} 1 --page-size 16 --attention-backend fa4", "b200"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_BRANCH} 1 --speculative-draft-attention-backend trtllm_mha", "b200"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_BRANCH} 1 --attention-backend trtllm_mha", "b200"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_BRANCH} 2 --page-size 1 --attention-backend fa4", "h100"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_BRANCH} 1 --page-size 16 --attention-backend fa4", "h100"),
+    ("llama-3", f"{_EAGLE} EAGLE3 {_ONE_STEP} 0", "h100"),
+    ("small", "--config CONFIG"),
+    ("llama-3", "--cuda-graph-bs-prefill 100 1000 --chunked-prefill-size 1000 --page-size 1", "h100"),
+    ("llama-3", '--cuda-graph-config {"prefill":{"max_seq_len":100,"bs":[10,100,1000]}}', "h100"),
+    ("small", f"--json-model-override-args {_EVERY_LENGTH}"),
+    ("deepseek-v3", "--attention-backend trtllm_mla", "b200"),
+    ("deepseek-v3", f"{_EAGLE} EAGLE {_BRANCH} 1 --attention-backend flashmla", "h100"),
+    ("deepseek-v3", f"{_EAGLE} EAGLE {_ONE_STEP} 2 --attention-backend flashmla", "h100"),
+    ("qwen3-next", "--linear-attn-decode-backend flashinfer", "b200"),
+    ("qwen3-next", "--disable-overlap-schedule --page-size 1 --max-mamba-cache-size 12", "h100"),
+    ("qwen3-next", "--max-mamba-cache-size 5", "h100"),
+    ("qwen3-next", f"{_EAGLE} NEXTN {_BRANCH} 1 --mamba-track-interval 4 --page-size 1", "h100"),
 )
-"""Model and flags at the values where a comparison of a rule changes its answer."""
+"""Model and flags at the values where a comparison of a rule changes its answer, and the device where it matters."""
 
 
 @attrs.frozen(kw_only=True)
@@ -174,8 +198,13 @@ def case(random: Random, index: int | None = None) -> Case:
     :param index: its place in a comparison, which begins with ``BOUNDARIES``.
     """
     if index is not None and index < len(BOUNDARIES):
-        model, words = BOUNDARIES[index]
-        return Case(command=("--model-path", "MODEL", *words.split()), model=model, device=random.choice([*DEVICES]))
+        model, words, *device = BOUNDARIES[index]
+        return Case(
+            command=("--model-path", "MODEL", *words.split()),
+            model=model,
+            device=random.choice(device or [*DEVICES]),
+            file={"max-running-requests": 4} if "CONFIG" in words else None,
+        )
     flags: dict[str, list[str]] = {}
 
     def maybe(chance: float, flag: str, *values: Any) -> None:

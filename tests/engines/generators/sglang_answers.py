@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from capture_planner.engines.emulation import Emulation
@@ -46,6 +47,43 @@ def emulated(
         "answers": [_answer(emulation, batch) for batch in asked],
         "buckets": [ranks_bucket(emulation.sizes, row, padding=padding) for row in counts] if shared else None,
     }
+
+
+def edges(random: Random, command: list[str], machine: Environment) -> tuple[list[Batch], list[list[int]]]:
+    """Return batches at the edges of a command line's graphs, and numbers of requests of attention-DP ranks there.
+
+    Drawn batches are seldom exactly as large as a graph, or half as large, where a comparison changes its answer.
+    """
+    try:
+        managers = ENGINE.emulate(command, machine).managers
+    except FlagError:
+        return [], []
+    batches: list[Batch] = []
+    counts: list[list[int]] = []
+    for manager in managers:
+        if (decodes := manager.decodes) is not None:
+            reqs = _around(random, decodes.sizes)
+            batches += [Batch.decode(manager.role, count, decodes.width) for count in reqs]
+            counts += [[count, 0] for count in reqs]
+        if (prefills := manager.prefills) is not None:
+            alone = [(1, tokens) for tokens in _around(random, prefills.sizes)]
+            most = (
+                [] if prefills.max_reqs is None else [(prefills.max_reqs + more, prefills.sizes[-1]) for more in (0, 1)]
+            )
+            longest = [] if prefills.max_seq_len is None else [(1, prefills.max_seq_len + more) for more in (0, 1)]
+            batches += [
+                Batch(role=manager.role, num_reqs=reqs, num_tokens=tokens, past_prompt=False)
+                for reqs, tokens in (*alone, *most, *longest)
+                if reqs <= tokens
+            ]
+    return batches, counts
+
+
+def _around(random: Random, sizes: Sequence[int]) -> list[int]:
+    """Return counts at the edges of one of these sizes, and of the largest."""
+    size, largest = random.choice(sizes), sizes[-1]
+    halves = {max(-(-each // 2) - less, 1) for each in (size, largest) for less in (0, 1)}
+    return sorted({size, size + 1, largest, largest + 1, *halves})
 
 
 def _row(entry: Entry) -> list[Any]:

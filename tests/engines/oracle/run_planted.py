@@ -194,6 +194,8 @@ def _sglang(wheel: Path, count: int, seed: int) -> list[Question]:
         command = sglang_drawing.written(case, place)
         batches = sglang_drawing.batches(drawn, 12, loras=any("lora" in word for word in case.command))
         counts = sglang_drawing.ranks(drawn, 6)
+        at_edges, more = sglang_answers.edges(drawn, command, case.environment)
+        batches, counts = [*batches, *at_edges], [*counts, *more]
         theirs = own.ask(command, case.environment, batches, counts)
 
         def agrees(

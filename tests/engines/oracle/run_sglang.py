@@ -81,6 +81,8 @@ def compared(own: Any, seed: int, indexes: Iterable[int], batches_each: int) -> 
             loras = any("lora" in word for word in case.command)
             batches = drawing.batches(random, batches_each, loras=loras)
             counts = drawing.ranks(random, 6)
+            at_edges, more = answers.edges(random, command, case.environment)
+            batches, counts = [*batches, *at_edges], [*counts, *more]
             ours = answers.emulated(command, case.environment, batches, counts)
             engine = own.ask(command, case.environment, batches, counts)
             found = differences(engine, ours)
