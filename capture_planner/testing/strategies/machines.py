@@ -13,18 +13,7 @@ from capture_planner.modes import GraphSupport, Refresh, Role
 from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
-from capture_planner.records.backend import (
-    Attention,
-    Axis,
-    Bound,
-    Fill,
-    Lifetime,
-    MetadataField,
-    PaddingContract,
-    Support,
-    Where,
-    Workspace,
-)
+from capture_planner.records.backend import Attention, Axis, Fill, MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
@@ -41,9 +30,12 @@ from capture_planner.testing.strategies.values import (
     counts,
     maybe,
     one_of,
+    record_of,
     versions,
     words,
 )
+
+_MEMORIES = one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()
 
 
 @composite
@@ -51,30 +43,15 @@ def environments(draw: DrawFn) -> Environment:
     """Return machines: CPUs and GPUs of every generation, with any packages."""
     cuda = draw(st.booleans())
     capabilities = one_of(("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"))
-    device = Device(
+    device = record_of(
+        draw,
+        Device,
         kind=DeviceKind.CUDA if cuda else DeviceKind.CPU,
-        name=draw(any_names()),
         capability=draw(capabilities) if cuda else None,
-        memory=draw(_memories()),
+        memory=draw(_MEMORIES),
         multiprocessors=draw(st.integers(1, 200)) if cuda else None,
     )
-    return Environment(
-        name=draw(any_names()),
-        device=device,
-        driver=draw(maybe(versions())),
-        cuda=draw(maybe(versions())),
-        packages=draw(_packages()),
-    )
-
-
-@functools.cache
-def _memories() -> SearchStrategy[int]:
-    return one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()
-
-
-@functools.cache
-def _packages() -> SearchStrategy[dict[str, str]]:
-    return st.dictionaries(any_names(), versions(), max_size=3)
+    return record_of(draw, Environment, device=device)
 
 
 @functools.cache
@@ -95,16 +72,14 @@ def _fields(draw: DrawFn) -> MetadataField:
     dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
     dtype = draw(one_of(dtypes))
     low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
-    return MetadataField(
+    return record_of(
+        draw,
+        MetadataField,
         name=draw(words("abcdefghijklmnopqrstuvwxyz", "0123456789_", 8)),
-        axis=draw(one_of(Axis)),
         inner=None if counts else draw(maybe(one_of(Axis))),
         dtype=dtype,
         fill=fill,
         value=draw(st.integers(low, high)) if fill is Fill.CONSTANT else None,
-        lifetime=draw(one_of(Lifetime)),
-        indexes=draw(maybe(one_of(Bound))),
-        where=draw(one_of(Where)),
         offset=draw(one_of((0, 1, 4096))),
         scale=draw(one_of((1, 8))),
         align=draw(one_of((1, 128))),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
-from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints, digest_of, kernel_name
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
@@ -30,6 +30,7 @@ from capture_planner.testing.strategies.values import (
     list_of,
     maybe,
     one_of,
+    record_of,
     records,
     versions,
 )
@@ -62,54 +63,48 @@ def entries(lora: bool, *, varying: bool = True) -> SearchStrategy[Entry]:
     )
     if not varying:
         return anything | aligned
-    return (
-        anything
-        | aligned
-        | anything.map(
-            lambda e: attrs.evolve(
-                e,
-                mode=GraphMode.FULL,
-                num_reqs=e.num_tokens,
-                num_tokens=e.num_tokens * (e.query_len or 2),
-                query_len=None,
-                max_query_len=e.query_len or 2,
-            )
+    of_varying = anything.map(
+        lambda e: attrs.evolve(
+            e,
+            mode=GraphMode.FULL,
+            num_reqs=e.num_tokens,
+            num_tokens=e.num_tokens * (e.query_len or 2),
+            query_len=None,
+            max_query_len=e.query_len or 2,
         )
     )
+    return anything | aligned | of_varying
 
 
 @composite
 def _waivers(draw: DrawFn, varying: bool) -> Waiver:
     first = draw(st.integers(0, 64))
-    return Waiver(
-        kind=draw(one_of(Kind)),
+    return record_of(
+        draw,
+        Waiver,
         query_len=draw(maybe(st.integers(1, 4))),
         max_query_len=draw(st.none() | st.integers(1, 4)) if varying else None,
         first=first,
         last=first + draw(st.integers(0, 64)),
         min_loras=draw(st.integers(0, 2)),
         max_loras=draw(st.integers(0, 6)),
-        reason=draw(one_of(Reason)),
-        message=draw(any_text()),
     )
 
 
-@functools.cache
-def _groups() -> SearchStrategy[GroupPlan]:
-    workspaces = st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text())
-    return records(
-        GroupPlan, backend=one_of(BACKENDS), support=supports(), workspace=workspaces, padding=padding_contracts()
-    )
+_WORKSPACES = st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text())
+_GROUPS = records(
+    GroupPlan, backend=one_of(BACKENDS), support=supports(), workspace=_WORKSPACES, padding=padding_contracts()
+)
 
 
 @composite
 def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool) -> RolePlan:
     graphs = draw(list_of(entries(lora, varying=varying), max_size=12))
-    return RolePlan(
+    return record_of(
+        draw,
+        RolePlan,
         role=role,
-        requested=draw(one_of(GraphMode)),
-        mode=draw(one_of(GraphMode)),
-        groups=tuple(draw(list_of(_groups(), max_size=2))),
+        groups=tuple(draw(list_of(_GROUPS, max_size=2))),
         decisions=tuple(draw(list_of(records(Decision), max_size=2))),
         entries=tuple(graphs),
         lazy=tuple(draw(st.lists(st.sampled_from(graphs), max_size=3))) if lazy and graphs else (),
@@ -118,9 +113,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool)
     )
 
 
-@functools.cache
-def _forecasts() -> SearchStrategy[Forecast]:
-    return records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
+_FORECASTS = records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
 
 
 @functools.cache
@@ -162,7 +155,7 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096, varying: bool = Tru
     environment, lora = draw(environments()), spec.lora is not None
     lazy = spec.capture.policy is CapturePolicy.LAZY
     written = tuple(draw(_role_plans(role, lora, lazy, varying)) for role in roles)
-    plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
+    plan = Plan.of(spec, environment, written, forecast=draw(maybe(_FORECASTS)))
     return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(promises())))
 
 

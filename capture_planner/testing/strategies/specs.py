@@ -10,16 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import (
-    DataType,
-    DraftModel,
-    Latent,
-    Method,
-    Model,
-    Recurrent,
-    ScheduleSource,
-    Speculative,
-)
+from capture_planner.records.model import DraftModel, Latent, Method, Model, Recurrent, ScheduleSource, Speculative
 from capture_planner.records.spec import (
     Budget,
     CapturePolicy,
@@ -36,12 +27,9 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner.testing.strategies.values import BACKENDS, any_names, byte_counts, composite, counts, maybe, one_of
+from capture_planner.testing.strategies.values import BACKENDS, byte_counts, composite, counts, maybe, one_of, record_of
 
-
-@functools.cache
-def _latents() -> SearchStrategy[Latent]:
-    return st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
+_LATENTS = st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
 
 
 @composite
@@ -58,8 +46,9 @@ def _models(draw: DrawFn, tensor: int) -> Model:
     kv_heads = draw(one_of((tensor, 2 * tensor, 1)))
     layers = draw(st.integers(1, 6))
     queries = kv_heads if kv_heads % tensor == 0 else kv_heads * tensor
-    return Model(
-        name=draw(any_names()),
+    return record_of(
+        draw,
+        Model,
         num_layers=layers,
         num_heads=queries * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
@@ -67,13 +56,7 @@ def _models(draw: DrawFn, tensor: int) -> Model:
         max_model_len=draw(one_of((1, 4096, 131072))),
         hidden_size=draw(maybe(one_of((512, 4096)))),
         vocab_size=draw(maybe(one_of((1000, 151936)))),
-        dtype=draw(one_of(DataType)),
-        kv_dtype=draw(maybe(one_of(DataType))),
-        causal=draw(st.booleans()),
-        latent=draw(maybe(_latents())),
-        sinks=draw(st.booleans()),
-        mrope=draw(st.booleans()),
-        embeddings=draw(st.booleans()),
+        latent=draw(maybe(_LATENTS)),
         recurrent=draw(_recurrents(layers)),
     )
 
@@ -105,20 +88,17 @@ def _acceptances(longest: int) -> SearchStrategy[tuple[float, ...]]:
     return shares.map(lambda drawn: tuple(sorted(drawn, reverse=True)))
 
 
-@functools.cache
-def _draft_models() -> SearchStrategy[DraftModel]:
-    model = st.builds(
-        DraftModel,
-        num_layers=one_of((2, 1, 3, 4)),
-        num_heads=maybe(one_of((4, 8))),
-        num_kv_heads=maybe(one_of((2, 4))),
-        head_dim=maybe(one_of((64, 128))),
-        latent=maybe(_latents()),
-        sinks=st.booleans(),
-        vocab_size=maybe(one_of((1000, 32000))),
-        eager_because=one_of((None, None, None, "its attention reads lengths on the host")),
-    )
-    return st.just(DraftModel()) | model
+_DRAFT_MODELS = st.just(DraftModel()) | st.builds(
+    DraftModel,
+    num_layers=one_of((2, 1, 3, 4)),
+    num_heads=maybe(one_of((4, 8))),
+    num_kv_heads=maybe(one_of((2, 4))),
+    head_dim=maybe(one_of((64, 128))),
+    latent=maybe(_LATENTS),
+    sinks=st.booleans(),
+    vocab_size=maybe(one_of((1000, 32000))),
+    eager_because=one_of((None, None, None, "its attention reads lengths on the host")),
+)
 
 
 @composite
@@ -137,16 +117,14 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
         num_tokens=longest,
         schedule=schedule,
         acceptance=draw(_acceptances(longest)) if given else (),
-        model=draw(_draft_models()),
+        model=draw(_DRAFT_MODELS),
         chain=draw(one_of(Chain)),
         parallel_drafting=draw(one_of((False, False, method is not Method.MTP))),
         varying_decodes=() if schedule is ScheduleSource.MEASURED else roles,
     )
 
 
-@functools.cache
-def _size_lists() -> SearchStrategy[tuple[int, ...]]:
-    return st.lists(counts(128), max_size=6).map(tuple)
+_SIZE_LISTS: SearchStrategy[tuple[int, ...]] = st.lists(counts(128), max_size=6).map(tuple)
 
 
 @composite
@@ -170,14 +148,13 @@ def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
 def _sizes(draw: DrawFn) -> Sizes:
     """Draw any policy but measured with the options that it takes."""
     policy = draw(one_of(policy for policy in Policy if policy is not Policy.MEASURED))
-    listed = _size_lists()
     tokens = reqs = None
     if policy is Policy.EXPLICIT:
-        tokens, reqs = draw(maybe(listed)), draw(maybe(listed))
+        tokens, reqs = draw(maybe(_SIZE_LISTS)), draw(maybe(_SIZE_LISTS))
         if not tokens and not reqs:
             tokens = (draw(counts()),)
     elif policy is Policy.VLLM:
-        tokens = draw(maybe(listed))
+        tokens = draw(maybe(_SIZE_LISTS))
     return Sizes(
         policy=policy,
         graphs=draw(st.integers(1, 12)) if policy is Policy.MINIMAX else None,
@@ -213,39 +190,25 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool)
     )
 
 
-@functools.cache
-def _budgets() -> SearchStrategy[Budget]:
-    plain: SearchStrategy[Budget] = st.just(Budget())
-    return plain | st.builds(
-        Budget,
-        max_graphs=maybe(counts()),
-        memory=maybe(st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()),
-        seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
-        graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
-        memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
-        seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
-    )
+_MEMORIES = st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()
 
+_BUDGETS = st.just(Budget()) | st.builds(
+    Budget,
+    max_graphs=maybe(counts()),
+    memory=maybe(_MEMORIES),
+    seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
+    graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
+    memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
+    seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
+)
 
-@functools.cache
-def captures() -> SearchStrategy[CaptureTiming]:
-    """Return all at start, or some on first use within a budget."""
-    plain: SearchStrategy[CaptureTiming] = st.just(CaptureTiming())
-    return (
-        plain
-        | plain
-        | st.builds(
-            CaptureTiming,
-            policy=st.just(CapturePolicy.LAZY),
-            memory=st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts(),
-            seconds_per_minute=one_of((0.1, 1, 2.5, 60)),
-        )
-    )
+_AT_START = st.just(CaptureTiming())
+_ON_FIRST_USE = st.builds(
+    CaptureTiming, policy=st.just(CapturePolicy.LAZY), memory=_MEMORIES, seconds_per_minute=one_of((0.1, 1, 2.5, 60))
+)
+_CAPTURES = _AT_START | _AT_START | _ON_FIRST_USE
 
-
-@functools.cache
-def _loras() -> SearchStrategy[Lora]:
-    return st.builds(Lora, max_active=counts(17), specialize=st.booleans())
+_LORAS = st.builds(Lora, max_active=counts(17), specialize=st.booleans())
 
 
 @composite
@@ -298,10 +261,10 @@ def specs(
             sequence=draw(st.booleans()),
             decode_context=draw(one_of((1, 1, 2))),
         ),
-        lora=draw(maybe(_loras())),
+        lora=draw(maybe(_LORAS)),
         piecewise=Piecewise(split_attention=draw(st.booleans()), capturable=draw(st.booleans())),
-        budget=draw(_budgets()),
+        budget=draw(_BUDGETS),
         pool=draw(one_of(Pool)),
-        capture=draw(captures()),
+        capture=draw(_CAPTURES),
         ignore=draw(one_of(((), (), ("CP012", "CP021")))),
     )

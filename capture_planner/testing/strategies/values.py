@@ -165,12 +165,12 @@ def _fields(kind: type[Any], without: frozenset[str]) -> dict[str, SearchStrateg
     return {name: by_type(hints[name]) for name in names if (name, hints[name]) != ("version", SchemaVersion)}
 
 
-def records(kind: type[T], **given: SearchStrategy[Any]) -> SearchStrategy[T]:
+def records(kind: type[T], /, **given: SearchStrategy[Any]) -> SearchStrategy[T]:
     """Return records whose fields are drawn by their types, unless a strategy is given."""
     return st.builds(kind, **_fields(kind, frozenset(given)), **given)  # type: ignore[arg-type]
 
 
-def record_of(draw: DrawFn, kind: type[T], **given: Any) -> T:
+def record_of(draw: DrawFn, kind: type[T], /, **given: Any) -> T:
     """Draw a record whose fields are drawn by their types, unless a value is given."""
     fields: Mapping[str, SearchStrategy[Any]] = _fields(kind, frozenset(given))  # type: ignore[arg-type]
     return kind(**given, **{name: draw(strategy) for name, strategy in fields.items()})
