@@ -23,19 +23,19 @@ from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
-    any_names,
-    any_text,
-    byte_counts,
+    BYTE_COUNTS,
+    NAMES,
+    TEXTS,
+    VERSIONS,
     composite,
     counts,
     maybe,
     one_of,
     record_of,
-    versions,
     words,
 )
 
-_MEMORIES = one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()
+_MEMORIES = one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | BYTE_COUNTS
 
 
 @composite
@@ -54,15 +54,13 @@ def environments(draw: DrawFn) -> Environment:
     return record_of(draw, Environment, device=device)
 
 
-@functools.cache
-def supports() -> SearchStrategy[Support]:
-    return st.builds(
-        Support,
-        level=one_of(GraphSupport),
-        reason=any_text(),
-        max_num_reqs=st.none() | st.none() | counts(),
-        max_graphs=st.none() | st.none() | counts(),
-    )
+SUPPORTS = st.builds(
+    Support,
+    level=one_of(GraphSupport),
+    reason=TEXTS,
+    max_num_reqs=st.none() | st.none() | counts(),
+    max_graphs=st.none() | st.none() | counts(),
+)
 
 
 @composite
@@ -127,8 +125,8 @@ class FakeBackend:
 def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
     """Return backends of any support by role, caps, refresh and padding contract."""
     return FakeBackend(
-        name=draw(any_names()) if name is None else name,
-        supports={role: draw(supports()) for role in Role},
+        name=draw(NAMES) if name is None else name,
+        supports={role: draw(SUPPORTS) for role in Role},
         windowed=draw(one_of(GraphSupport)),
         refreshes=draw(one_of(Refresh)),
         contract=draw(padding_contracts()),
@@ -140,7 +138,7 @@ def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
 def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
     """Return registries with one backend of each name."""
     return Registry(
-        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(versions()))
+        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(VERSIONS))
         for name in names
     )
 

@@ -19,12 +19,13 @@ from capture_planner.records.fingerprint import Fingerprint, Fingerprints, diges
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import CapturePolicy
-from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
+from capture_planner.testing.strategies.machines import SUPPORTS, deployments, environments, padding_contracts
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
-    any_text,
-    byte_counts,
+    BYTE_COUNTS,
+    TEXTS,
+    VERSIONS,
     composite,
     counts,
     list_of,
@@ -32,7 +33,6 @@ from capture_planner.testing.strategies.values import (
     one_of,
     record_of,
     records,
-    versions,
 )
 
 
@@ -91,9 +91,9 @@ def _waivers(draw: DrawFn, varying: bool) -> Waiver:
     )
 
 
-_WORKSPACES = st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text())
+_WORKSPACES = st.builds(Workspace, device=BYTE_COUNTS, pinned=BYTE_COUNTS, formula=TEXTS)
 _GROUPS = records(
-    GroupPlan, backend=one_of(BACKENDS), support=supports(), workspace=_WORKSPACES, padding=padding_contracts()
+    GroupPlan, backend=one_of(BACKENDS), support=SUPPORTS, workspace=_WORKSPACES, padding=padding_contracts()
 )
 
 
@@ -116,13 +116,10 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool)
 _FORECASTS = records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
 
 
-@functools.cache
-def promises() -> SearchStrategy[Promise]:
-    """Return promises with arbitrary figures."""
-    modes = one_of((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL))
-    rows = records(PromisedSteps, mode=modes, first=st.integers(1, 64), last=st.integers(64, 512))
-    sides = records(ExpectedSteps, rows=st.lists(rows, max_size=4).map(tuple))
-    return records(Promise, before=sides, after=sides)
+_RAN = one_of((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL))
+_PROMISED = records(PromisedSteps, mode=_RAN, first=st.integers(1, 64), last=st.integers(64, 512))
+_EXPECTED = records(ExpectedSteps, rows=st.lists(_PROMISED, max_size=4).map(tuple))
+_PROMISES = records(Promise, before=_EXPECTED, after=_EXPECTED)
 
 
 @composite
@@ -141,7 +138,7 @@ def _fingerprints(draw: DrawFn, plan: Plan) -> Fingerprints:
         )
         for graph in chosen
     }
-    return Fingerprints.of(found, torch=draw(versions()), device=draw(any_text()))
+    return Fingerprints.of(found, torch=draw(VERSIONS), device=draw(TEXTS))
 
 
 @composite
@@ -156,7 +153,7 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096, varying: bool = Tru
     lazy = spec.capture.policy is CapturePolicy.LAZY
     written = tuple(draw(_role_plans(role, lora, lazy, varying)) for role in roles)
     plan = Plan.of(spec, environment, written, forecast=draw(maybe(_FORECASTS)))
-    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(promises())))
+    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(_PROMISES)))
 
 
 @st.composite

@@ -27,7 +27,7 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner.testing.strategies.values import BACKENDS, byte_counts, composite, counts, maybe, one_of, record_of
+from capture_planner.testing.strategies.values import BACKENDS, BYTE_COUNTS, composite, counts, maybe, one_of, record_of
 
 _LATENTS = st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
 
@@ -190,7 +190,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool)
     )
 
 
-_MEMORIES = st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()
+_MEMORIES = st.integers(0, 80).map(lambda n: n * (25 << 20)) | BYTE_COUNTS
 
 _BUDGETS = st.just(Budget()) | st.builds(
     Budget,

@@ -79,32 +79,27 @@ def words(first: str, others: str, most: int) -> SearchStrategy[str]:
     return st.builds(operator.add, st.sampled_from(first), st.text(first + others, max_size=most))
 
 
-@functools.cache
-def any_names() -> SearchStrategy[str]:
-    """Return names that YAML may take for something else."""
-    plain = st.sampled_from(("tiny", "Qwen/Qwen3-8B", "null", "no", "8", "8.7", "1e3", "0x1F", "true", "a b"))
-    return plain | words(string.ascii_letters + string.digits, "._/+ -", 11)
+NAMES = st.sampled_from(("tiny", "Qwen/Qwen3-8B", "null", "no", "8", "8.7", "1e3", "0x1F", "true", "a b")) | words(
+    string.ascii_letters + string.digits, "._/+ -", 11
+)
+"""Some of them YAML may take for something else."""
 
+VERSIONS = st.sampled_from(("2.13.0", "13.0", "8", "1e5", "3.0.0.post1")) | words(
+    string.digits, string.ascii_letters + ".+-", 9
+)
 
-@functools.cache
-def versions() -> SearchStrategy[str]:
-    listed = st.sampled_from(("2.13.0", "13.0", "8", "1e5", "3.0.0.post1"))
-    return listed | words(string.digits, string.ascii_letters + ".+-", 9)
+TEXTS = st.sampled_from(("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")) | st.text(
+    string.printable.replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1, max_size=20
+)
+"""Of one line or more."""
 
+BYTE_COUNTS = st.integers(0, 1 << 60) | st.builds(
+    operator.mul, st.integers(0, 2000), st.sampled_from((1, 1 << 10, 1 << 20, 1 << 30))
+)
+"""Sizes of memory, round or not."""
 
-@functools.cache
-def any_text() -> SearchStrategy[str]:
-    """Return texts of one line or more."""
-    return st.sampled_from(("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")) | st.text(
-        string.printable.replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1, max_size=20
-    )
-
-
-@functools.cache
-def byte_counts() -> SearchStrategy[int]:
-    """Return sizes of memory, round or not."""
-    units = st.sampled_from((1, 1 << 10, 1 << 20, 1 << 30))
-    return st.builds(lambda n, unit: n * unit, st.integers(0, 2000), units) | st.integers(0, 1 << 60)
+AMOUNTS = st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False)
+"""Figures that are 0 or more."""
 
 
 @functools.cache
@@ -113,32 +108,27 @@ def counts(most: int = 64) -> SearchStrategy[int]:
     return st.sampled_from([n for n in _COUNTS if n <= most]) | st.integers(1, most)
 
 
-@functools.cache
-def amounts() -> SearchStrategy[float]:
-    """Return figures that are 0 or more."""
-    return st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False)
-
-
 list_of = functools.cache(st.lists)
+
+_KNOWN: Mapping[Any, SearchStrategy[Any]] = {
+    Count: counts(),
+    Name: NAMES,
+    Version: VERSIONS,
+    Moment: one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00")),
+    Digest: one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)),
+    Rule: words(string.ascii_lowercase, string.digits + "-", 9),
+    str: TEXTS,
+    float: AMOUNTS,
+    bool: st.booleans(),
+    int: st.integers(0, 64),
+}
 
 
 @functools.cache
 def by_type(hint: Any) -> SearchStrategy[Any]:
     """Return small values of a field's type, within its constraints."""
-    known: Mapping[Any, Callable[[], SearchStrategy[Any]]] = {
-        Count: counts,
-        Name: any_names,
-        Version: versions,
-        Moment: lambda: one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00")),
-        Digest: lambda: one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)),
-        Rule: lambda: words(string.ascii_lowercase, string.digits + "-", 9),
-        str: any_text,
-        float: amounts,
-        bool: st.booleans,
-        int: lambda: st.integers(0, 64),
-    }
-    if hint in known:
-        return known[hint]()
+    if hint in _KNOWN:
+        return _KNOWN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
         return maybe(by_type(next(arg for arg in args if arg is not type(None))))
@@ -152,7 +142,7 @@ def by_type(hint: Any) -> SearchStrategy[Any]:
             # Bounds of records are far above any machine's; what has none may count steps for years.
             return st.integers(rule.ge, 1 << 40 if rule.le is None else min(rule.le, 64))
         assert isinstance(rule, Number), f"{hint} has no strategy; add one to the known types"
-        figures = amounts() if rule.le is None else one_of((0.0, 0.125, rule.le))
+        figures = AMOUNTS if rule.le is None else one_of((0.0, 0.125, rule.le))
         return figures.filter(lambda value: rule.problem(value) is None)
     return one_of(hint) if issubclass(hint, enum.Enum) else records(hint)
 
