@@ -125,7 +125,7 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         real = judge(answer, steps, costs, spec, modes).percentile(float(objective[1:]))
         said = tuple(_about_tail(objective, steps, expected, real))
     # The prior's part of the weight of all passes.
-    passes = [demand.passes(ladder) for ladder in active]
+    passes = [demand.passes[ladder] for ladder in active]
     share = sum(float(prior_share(each)) * each for each in passes) / sum(passes) if any(passes) else 1.0
     reach = {ladder.family: ladder.sizes[-1] * ladder.unit for ladder in table.ladders if ladder.sizes}
     notes = (
@@ -281,7 +281,7 @@ def _about_ladders(
     fewer = [str(new) for old, new in pairs if old.cases != new.cases and new.sizes]
     if fewer:
         yield f"fewer LoRA cases leave more sizes, and the profile has no times by adapters: {', '.join(fewer)}"
-    for name in dict.fromkeys(str(new) for old, new in pairs if new.sizes and not demand.passes(old)):
+    for name in dict.fromkeys(str(new) for old, new in pairs if new.sizes and not demand.passes[old]):
         yield f"no batch of {name} was observed: its sizes are those that hold the bound on the worst step"
 
 

@@ -97,8 +97,9 @@ class Demand:
         self._deployment = deployment
         self._by_role = {role: [ladder for ladder in ladders if ladder.role is role] for role in Role}
         self._observed: dict[Ladder, Counter[int]] = {ladder: Counter() for ladder in ladders}
-        self._passes: Counter[Ladder] = Counter()
-        self._tail: dict[Ladder, Counter[int]] = {}
+        self.passes: Counter[Ladder] = Counter()
+        """Passes of the traffic by the ladder that serves them."""
+        self._tail: dict[Ladder, Counter[int]] = {ladder: Counter() for ladder in ladders}
         for batch, count in steps.counts.items():
             weight = self.weight(batch, count)
             for each, passes, ladder in self._served(batch):
@@ -106,7 +107,7 @@ class Demand:
                     self.unserved.append((each, passes, weight))
                 else:
                     self._observed[ladder][each.extent(ladder.kind)] += weight * passes
-                    self._passes[ladder] += count * passes
+                    self.passes[ladder] += count * passes
 
     def weight(self, batch: Batch, count: int) -> int:
         """Return what ``count`` steps of a batch weigh."""
@@ -116,18 +117,15 @@ class Demand:
         """Let the passes of a batch weigh more than all others together."""
         for each, passes, ladder in self._served(batch):
             if ladder is not None:
-                self._tail.setdefault(ladder, Counter())[each.extent(ladder.kind)] += passes * TAIL
-
-    def passes(self, ladder: Ladder) -> int:
-        """Return how many passes of the traffic a ladder serves."""
-        return self._passes[ladder]
+                self._tail[ladder][each.extent(ladder.kind)] += passes * TAIL
 
     def team(self, ladders: tuple[Ladder, ...]) -> Team:
         """Return ladders with one choice of sizes, and the weight of each count."""
-        weights = smoothed(self._observed[ladders[0]], ladders[0].last, self.total, self._passes[ladders[0]])
-        for count, weight in self._tail.get(ladders[0], {}).items():
+        first = ladders[0]
+        weights = smoothed(self._observed[first], first.last, self.total, self.passes[first])
+        for count, weight in self._tail[first].items():
             weights[count] += weight
-        return Team(ladders=ladders, weights=tuple(weights), passes=self.passes(ladders[0]))
+        return Team(ladders=ladders, weights=tuple(weights), passes=self.passes[first])
 
     def _served(self, batch: Batch) -> Iterator[tuple[Batch, int, Ladder | None]]:
         """Yield the passes of a step, each with how often it runs and the ladder that serves it."""
