@@ -94,11 +94,12 @@ def _resolve(
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
         # The spec's mode is the target's; drafters start from what became of it.
-        requested = wanted or spec.mode
-        return requested, resolve(role, requested, groups, max_query_len=query_len, piecewise=spec.piecewise)
+        start = ResolvedMode(role=role, mode=wanted or spec.mode)
+        return start.mode, resolve(start, groups, max_query_len=query_len, piecewise=spec.piecewise)
     assert spec.speculative is not None, "a drafter's role is active"
     if (reason := spec.speculative.model.eager_because) is not None:
-        return target, resolve_eager_drafter(role, target, reason)
+        message = f"the drafter has no graphs: {reason}"[:500]
+        return target, ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
     if role is Role.DRAFT_DECODE:
         return target, resolve_draft_decode(target, wanted, groups)
     modules = spec.speculative.is_modules
@@ -113,20 +114,14 @@ def weakest(groups: Sequence[GroupSupport]) -> GroupSupport:
 
 
 def resolve(
-    role: Role, requested: GraphMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
+    found: ResolvedMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
 ) -> ResolvedMode:
-    """Lower ``requested`` to what the weakest of ``groups`` can run. Idempotent.
+    """Lower a mode to what the weakest of ``groups`` can run. Idempotent.
 
     :param max_query_len: the longest uniform decode of the role, in tokens.
     :raises PlanningError: FULL is requested of a target whose backend has no full graphs at all.
         vLLM refuses that too; a drafter is lowered instead.
     """
-    return _resolved(ResolvedMode(role=role, mode=requested), groups, max_query_len, piecewise)
-
-
-def _resolved(
-    found: ResolvedMode, groups: Sequence[GroupSupport], max_query_len: int, piecewise: Piecewise
-) -> ResolvedMode:
     cause = weakest(groups)
     level, requested = cause.support.level, found.mode
     why = f"{cause.backend} declares {level.name}: {cause.support.reason}"
@@ -169,7 +164,8 @@ def resolve_draft_prefill(
         vLLM 0.33 (``MultiModuleMTPSpeculator.init_cudagraph_manager``): between two modules tokens are drafted for
         each request, and PIECEWISE does not pad requests.
     """
-    found = _resolved(_start(Role.DRAFT_PREFILL, target, wanted), groups, max_query_len, piecewise)
+    start = _start(Role.DRAFT_PREFILL, target, wanted)
+    found = resolve(start, groups, max_query_len=max_query_len, piecewise=piecewise)
     if not modules:
         return found
     message = "between two modules tokens are drafted for each request, and PIECEWISE does not pad requests"
@@ -214,12 +210,6 @@ def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport])
         f"{cause.backend} declares {cause.support.level.name}: {cause.support.reason}"
     )
     return _decision(role, "varying-decode-unsupported", "varying", "uniform", message, cause)
-
-
-def resolve_eager_drafter(role: Role, target: GraphMode, reason: str) -> ResolvedMode:
-    """Resolve a role of a drafter that no graph can hold to NONE, with the drafter's reason (if there were graphs)."""
-    message = f"the drafter has no graphs: {reason}"[:500]
-    return ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
 
 
 def _start(role: Role, target: GraphMode, wanted: GraphMode | None) -> ResolvedMode:
