@@ -12,8 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 
-import attrs
-
 from capture_planner.modes import Reason, Role
 from capture_planner.planning.sizing.ladder import Ladder
 from capture_planner.records.batch import Kind
@@ -49,9 +47,7 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
     """
     if total(ladders) <= allowed:
         return tuple(ladders)
-    plain = [
-        attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
-    ]
+    plain = [ladder.reduced for ladder in ladders]
     # All cases are worth their graphs where the sizes left pad no more than those without the cases between.
     whole, thinned = _thinned(ladders, allowed), _thinned(plain, allowed)
     if whole is not None and thinned is not None and _worst(whole) <= _worst(thinned):
