@@ -365,26 +365,23 @@ def hull_walk(
     falls: list[Number] = []
     front = added = 0
     for time, reach in zip(times, behind, strict=True):
-        while added < reach:
-            height = heights[added + first]
-            if height is not None:
-                slope = slopes[added]
-                is_new = True
-                if hull and falls[-1] == slope:
-                    if height < levels[-1] or (last and height == levels[-1]):
-                        hull.pop(), levels.pop(), falls.pop()
-                    else:
-                        is_new = False
-                if is_new:
-                    # The last line is never alone below when the new one takes over from the one before it no later.
-                    while len(hull) - front >= 2 and (height - levels[-1]) * (falls[-1] - falls[-2]) < (
-                        levels[-1] - levels[-2]
-                    ) * (slope - falls[-1]):
-                        hull.pop(), levels.pop(), falls.pop()
-                    hull.append(added + first)
-                    levels.append(height)
-                    falls.append(slope)
-            added += 1
+        for index in range(added, reach):
+            height, slope = heights[index + first], slopes[index]
+            if height is None:
+                continue
+            if hull and falls[-1] == slope:
+                if height > levels[-1] or (height == levels[-1] and not last):
+                    continue
+                hull.pop(), levels.pop(), falls.pop()
+            # The last line is never alone below when the new one takes over from the one before it no later.
+            while len(hull) - front >= 2 and (height - levels[-1]) * (falls[-1] - falls[-2]) < (
+                levels[-1] - levels[-2]
+            ) * (slope - falls[-1]):
+                hull.pop(), levels.pop(), falls.pop()
+            hull.append(index + first)
+            levels.append(height)
+            falls.append(slope)
+        added = reach
         end = len(hull) - 1
         if end < 0:
             yield None
