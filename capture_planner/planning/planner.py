@@ -255,9 +255,8 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
 
 def _message(tail: Waiver, *, has_mixed: bool) -> str:
     name = _OF_MOST_TOKENS if tail.max_query_len is not None and has_mixed else _NAMES[tail.kind]
-    return "; ".join(
-        filter(None, (f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}", tail.message))
-    )
+    why = f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}"
+    return f"{why}; {tail.message}" if tail.message else why
 
 
 def _decode_tails(working: RoleInProgress) -> Iterator[Waiver]:
