@@ -147,10 +147,7 @@ class Costs:
         return self.graph((role, GraphMode.NONE, query_len, draft_steps))
 
     def known(self, family: Family) -> Curve | None:
-        """Return the time of a pass by padded tokens; None where the profile has no such times of the role.
-
-        :param family: with the mode NONE, an eager pass.
-        """
+        """Return the time of a pass by padded tokens, with the mode NONE an eager one; None: the profile has none."""
         return self.graph(family) if self._alike(family) else None
 
     def reach(self, family: Family) -> int:
@@ -187,10 +184,7 @@ class Costs:
                 yield f"times of {family_name(*family)} are taken from {known}, which the profile has{more}"
 
     def bounds(self, families: Mapping[Family, int]) -> Iterator[str]:
-        """Yield a sentence for each reach beyond which times are bounds from above.
-
-        :param families: graphs or eager passes, each with the most tokens at which its times count.
-        """
+        """Yield a sentence for each reach beyond which times are bounds; ``families``: each with its most tokens."""
         beyond: dict[int, list[str]] = {}
         for family, most in families.items():
             if family[1] is not GraphMode.NONE and most > (reach := self.reach(family)):

@@ -96,10 +96,7 @@ def plan(
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple[Spec, list[RoleInProgress]]:
-    """Return each role with its backends and its resolved mode; the drafter's follow the target's.
-
-    The spec is returned as it was resolved: with the roles whose decodes can vary in length.
-    """
+    """Return the spec with the roles whose decodes can vary, and each role with its backends and its resolved mode."""
     groups = {role: ask_backends(spec, role, environment, registry) for role in spec.active_roles}
     spec, modes = resolve_roles(spec, groups)
     return spec, [RoleInProgress(spec, environment, role, groups[role], *modes[role]) for role in groups]
@@ -110,10 +107,7 @@ def _modes(roles: Iterable[RoleInProgress]) -> dict[Role, GraphMode]:
 
 
 def _fit_bounds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Drop graphs beyond what backends hold and the budget allows, of one kind and of all.
-
-    One decision of the first role says what the budget costs the plan.
-    """
+    """Drop graphs beyond what backends hold and the budget allows, with one decision on what the budget costs."""
     for working in roles:
         group = fewest_graphs(working.groups)
         if group is not None:

@@ -42,10 +42,7 @@ class ResolvedMode:
     decisions: tuple[Decision, ...] = ()
 
     def step(self, rule: str, after: GraphMode, message: str, cause: GroupSupport | None = None) -> ResolvedMode:
-        """Return what follows from a rule, with its decision where the mode changes.
-
-        :param cause: the group whose backend is the reason.
-        """
+        """Return what follows from a rule, with its decision where the mode changes; ``cause``: of what backend."""
         if after is self.mode:
             return self
         step = _decision(self.role, rule, self.mode.value, after.value, message, cause)
@@ -199,8 +196,6 @@ def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport])
 
     A full graph of them needs what one of mixed batches needs: kernels that read where each request begins on the
     device. PIECEWISE and eager decodes run attention on the real requests, whatever their lengths.
-
-    :param mode: the role's, as resolved.
     """
     cause = weakest(groups)
     if mode.decode_mode is not _FULL or cause.support.level is GraphSupport.ALWAYS:
@@ -237,10 +232,7 @@ class Group(GroupSupport):
 
 
 def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
-    """Return the attention groups of a role with the support that their backends declare.
-
-    Raises ``PlanningError`` for a backend that is not installed.
-    """
+    """Return a role's attention groups and their support; raises ``PlanningError`` for a backend not installed."""
     groups = []
     for index, group in enumerate(groups_of(spec, role)):
         registered = _backend(spec, role, index, group, registry)

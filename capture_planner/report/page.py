@@ -30,10 +30,9 @@ def require_page() -> None:
 
 
 def page(report: Report) -> str:
-    """Return the page: the sections that ``terminal.tables`` prints, with charts; each plot has its
-    numbers in a table below it. Below 2 MB at any length.
+    """Return the page: the sections that ``terminal.tables`` prints, with charts and their numbers in tables.
 
-    Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
+    Below 2 MB at any length. Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
     """
     require_page()
     import jinja2

@@ -159,10 +159,7 @@ def _on_first_use(plan: Plan) -> str:
 
 
 def budget_line(plan: Plan) -> str | None:
-    """Say which limit of the budget was reached, and what that costs; of measured sizes, what they take of each limit.
-
-    None for a plan without a budget.
-    """
+    """Say which limit of the budget was reached at what cost, or what measured sizes take of each; None: no budget."""
     decisions = (decision for role in plan.roles for decision in role.decisions)
     found = next((decision.message for decision in decisions if decision.rule == PRICE_RULE), None)
     if found is not None:

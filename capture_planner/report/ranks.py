@@ -69,10 +69,7 @@ def cases_json(reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankReport, ...]:
-    """Return vectors of ``num_ranks`` ranks that a deployment of this plan meets.
-
-    None where the schedule never sends a decode of the role.
-    """
+    """Return vectors of ``num_ranks`` ranks that a deployment meets; empty where the role never runs a decode."""
     plan = dispatcher.plan
     families = decode_families(role, plan)
     if not families:

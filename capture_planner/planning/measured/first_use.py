@@ -53,10 +53,7 @@ def _largest(ladder: Ladder) -> tuple[int, ...]:
 
 
 def _worth(ladder: Ladder, uses: Uses, costs: Costs, seconds: float) -> list[int]:
-    """Return the sizes of a ladder that are captured at start, the largest first.
-
-    :param seconds: what the capture of a graph takes where the profile does not say.
-    """
+    """Return the sizes captured at start, the largest first; ``seconds``: of a capture where the profile has none."""
     curve, cost = costs.known(ladder.family), costs.cost_of(ladder.family)
     always, kept = _largest(ladder), list[int]()
     for size in reversed(ladder.sizes):

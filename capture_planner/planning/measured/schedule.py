@@ -1,19 +1,15 @@
 """Draft lengths: K by batch size and capture sizes, in one decision that gives the most accepted tokens per second.
 
 The weights are work, not steps and not time. Requests need the same tokens whatever K is, and the traffic says at
-which batch sizes those tokens were made. With another K a batch of n requests takes another number of steps for them,
-so the number of steps at n is no given: it goes with one over the tokens of a step. Nor is the time at n, which goes
-with one over the rate; it is given only where callers wait for nothing, so that a faster engine writes more text. Given
-the tokens of each n, W(n), the throughput is
+which batch sizes those tokens were made. Steps and time at a batch size are not fixed: they depend on K. Given the
+tokens of each n, W(n), the throughput is
 
     sum of W(n) / sum of W(n) / rate(n, K(n)),
 
 and its numerator is a constant. So the ratio is largest where the time is least: a sum over batch sizes, which a
-dynamic programme minimises exactly. (With steps as weights both halves would depend on K, and Dinkelbach's method would
-repeat the same programme; it would also favour a K for the tokens that its extra steps make of nothing.)
+dynamic programme minimises exactly. With steps as weights both halves would depend on K.
 
-What this leaves out: where requests finish sooner, fewer run at once, so the weights themselves move towards smaller
-batches. The schedule is best for the batch sizes of the traffic.
+Where requests finish sooner, fewer run at once; the schedule is best for the batch sizes of the traffic.
 
 A size of a range is a graph of each role that has graphs: target and draft prefill run on the same padded batch
 (vLLM 0.33: the draft prefill takes over the target's), and the draft decodes on the same number of requests.
@@ -196,10 +192,7 @@ def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: M
 
 
 def schedule(problem: DraftProblem) -> tuple[Span, ...]:
-    """Return the spans of the schedule to run: the optimum without ranges that are within noise.
-
-    Where the best fixed K is as good, it is that.
-    """
+    """Return the spans to run: the optimum without ranges that are within noise, or a fixed K that is as good."""
     spans, fixed = _settled(problem, optimum(problem)), problem.fixed()
     return fixed if fixed is not None and problem.total(fixed) <= problem.total(spans) else spans
 
@@ -234,10 +227,7 @@ def optimum(problem: DraftProblem) -> tuple[Span, ...]:
 def _layer(
     problem: DraftProblem, layers: Sequence[list[float]], allowed: int
 ) -> tuple[list[float], list[tuple[int, DraftLength] | None]]:
-    """Return the least time of batches up to each size with ``allowed`` graphs, and the span that ends there.
-
-    :param layers: the same times with fewer graphs.
-    """
+    """Return the least time and the last span by batch size, with ``allowed`` graphs; ``layers``: times with fewer."""
     times = [0.0] + [float("inf")] * problem.most
     taken: list[tuple[int, DraftLength] | None] = [None] * (problem.most + 1)
     walks = []
@@ -398,10 +388,7 @@ def _allowed(spec: Spec, modes: Mapping[Role, GraphMode]) -> tuple[int | None, s
 def _assumptions(
     costs: Costs, modes: Mapping[Role, GraphMode], speculative: Speculative, spans: Sequence[Span]
 ) -> Iterator[str]:
-    """Yield where a time was taken from, how many others were taken from what is near, and which are bounds.
-
-    :param spans: the ranges of the schedule; a time is a bound where their batches are larger than what was measured.
-    """
+    """Yield where a time was taken from, how many others were taken from what is near, and which are bounds."""
     lengths = range(speculative.num_tokens + 1)
     families = dict.fromkeys(family for k in lengths for family, _, _ in _passes(modes, speculative, k))
     reached: dict[Family, int] = {}

@@ -72,10 +72,7 @@ class Limit:
     """No less than that of decodes, which mixed graphs may serve."""
 
     def of(self, team: Team, *, moved: bool = False) -> Fraction | None:
-        """Return that of a team.
-
-        :param moved: whether mixed graphs serve decodes too.
-        """
+        """Return that of a team; ``moved``: mixed graphs serve decodes too."""
         return self.decodes if team.kind is Kind.DECODE or moved else self.mixed
 
     def __str__(self) -> str:
@@ -364,10 +361,7 @@ class _WaivedSets:
         return bool(serving) and not all(self._costs.has_mode(ladder.role, ladder.mode) for ladder in families)
 
     def sets(self, forced: Waivers, *, regret: bool) -> Iterator[tuple[Value | Fraction, Waivers]]:
-        """Yield sets of waived teams, each with what tables without them cost at least, ascending.
-
-        :param forced: kept teams that each of the sets has.
-        """
+        """Yield sets of waived teams, ``forced`` in each, with what tables without them cost at least, ascending."""
         if regret:
             least = max((self._least_ratio(index) for index in forced), default=Fraction(1))
             for ratio, dropped in by_largest({index: self._least_ratio(index) for index in self._may_be_waived}):

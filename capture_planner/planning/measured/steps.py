@@ -241,10 +241,7 @@ def every_size(costs: Costs, deployment: Deployment, modes: Modes | None = None)
 
 
 def judge(answer: Answer, steps: Steps, costs: Costs, deployment: Deployment, modes: Modes) -> Judgement:
-    """Return what ``steps`` take where ``answer`` dispatches.
-
-    Raises ``PlanningError`` where the profile has no times of a role.
-    """
+    """Return what ``steps`` take where ``answer`` dispatches; raises ``PlanningError`` without times of a role."""
     prices = Prices(costs, deployment, modes)
     times: dict[float, int] = {}
     spent = every = 0.0
@@ -287,10 +284,7 @@ class Prices:
         return self._profile.step(batch.num_reqs, target.milliseconds, *drafting)
 
     def cost(self, answer: Answer, batch: Batch, passes: Iterable[tuple[Batch, int]]) -> StepCost:
-        """Return what a step of the target's batch takes where ``answer`` dispatches.
-
-        :param passes: the batch of each role, with how often it runs.
-        """
+        """Return what a step takes where ``answer`` dispatches; ``passes``: each batch, with how often it runs."""
         costs = []
         for each, repeats in passes:
             entry = answer(each)

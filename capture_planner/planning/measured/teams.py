@@ -85,10 +85,7 @@ class Demand:
     def __init__(
         self, steps: Steps, deployment: Deployment, ladders: Sequence[Ladder], *, by_request: bool = False
     ) -> None:
-        """Count passes.
-
-        :param by_request: whether a step weighs as much as it has requests, which wait for it, or all weigh the same.
-        """
+        """Count passes; ``by_request``: a step weighs as much as it has requests, which wait for it."""
         self._by_request = by_request
         self.total = sum(self.weight(batch, count) for batch, count in steps.counts.items())
         """Weight of all steps."""

@@ -63,10 +63,7 @@ class Ladder:
         return size if self.kind is Kind.DECODE else min(size, self.max_num_reqs)
 
     def served(self, size: int) -> tuple[int, ...]:
-        """Return the LoRA counts that a graph of that size is captured for.
-
-        Real requests decide, not padded ones: each has at most one adapter.
-        """
+        """Return the LoRA counts that a graph of that size is captured for, by its real requests."""
         return served_cases(self.cases, self.num_reqs(self.domain.upto_count(size) or 0))
 
     def entry(self, size: int, case: int) -> Entry:

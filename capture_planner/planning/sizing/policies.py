@@ -77,10 +77,7 @@ class Choice:
 
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context, *, varies: bool = False) -> Choice:
-    """Choose request counts for decodes of ``query_len`` tokens each, for the counts of ``domain``.
-
-    :param varies: whether each request has up to so many.
-    """
+    """Choose request counts for decodes of ``query_len`` tokens each, or of up to so many where that ``varies``."""
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
     each = query_len_text(query_len, varies=varies)
     unit = f"request counts of {each} tokens each" if query_len > 1 else "request counts"
@@ -115,10 +112,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context,
 
 
 def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context: Context) -> Choice:
-    """Choose token counts for mixed batches.
-
-    :param anchors: tokens of decodes that only these sizes can serve; each must be a size.
-    """
+    """Choose token counts for mixed batches; ``anchors``, tokens of decodes that only they serve, must be sizes."""
     unit = "token counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)

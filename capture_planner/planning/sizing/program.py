@@ -200,10 +200,7 @@ class LadderProgram:
         return min(self.problem.with_each_top[self.problem.least_top_within(self.limit) : useless])
 
     def value(self, number: int, highest: int | None = None) -> Value | None:
-        """Return the least cost of ``number`` sizes, or None where that many do not fit.
-
-        :param highest: index of the largest size allowed; None: any.
-        """
+        """Return the least cost of ``number`` sizes, the largest at most at ``highest``; None: that many do not fit."""
         tops, values = self._row(number)
         index = len(tops) if highest is None else bisect_right(tops, highest)
         return values[index - 1] if index else None
@@ -291,10 +288,7 @@ class LadderProgram:
 def _next_row(
     times: Sequence[int], weights: Sequence[int], previous: Sequence[Value | None], lows: Sequence[int] | None
 ) -> tuple[list[Value | None], list[int]]:
-    """Return ``min over i < j of previous[i] + times[j] * (weights[j] - weights[i])`` and the first such i, for each j.
-
-    :param lows: the least i of each j, ascending; None: any.
-    """
+    """Return ``min over lows[j] <= i < j of previous[i] + times[j] * (weights[j] - weights[i])``, and the first i."""
     found = list(_before(times, weights, previous, lows))
     values = [None if each is None else each[0] + times[j] * weights[j] for j, each in enumerate(found)]
     return values, [-1 if each is None else each[1] for each in found]
