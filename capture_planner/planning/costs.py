@@ -150,10 +150,6 @@ class Costs:
         """Return the time of a pass by padded tokens, with the mode NONE an eager one; None: the profile has none."""
         return self.graph(family) if self._alike(family) else None
 
-    def reach(self, family: Family) -> int:
-        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
-        return self._nearest(family).tokens[-1]
-
     def has_mode(self, role: Role, mode: GraphMode) -> bool:
         """Say whether graphs of a role were measured in this mode; else its times are assumed."""
         return any(curve.role is role and curve.mode is mode for curve in self.profile.curves)
@@ -187,7 +183,7 @@ class Costs:
         """Yield a sentence for each reach beyond which times are bounds; ``families``: each with its most tokens."""
         beyond: dict[int, list[str]] = {}
         for family, most in families.items():
-            if family[1] is not GraphMode.NONE and most > (reach := self.reach(family)):
+            if family[1] is not GraphMode.NONE and most > (reach := self._nearest(family).tokens[-1]):
                 beyond.setdefault(reach, []).append(family_name(*family))
         for reach, names in sorted(beyond.items()):
             yield (

@@ -12,12 +12,12 @@ from fractions import Fraction
 import attrs
 
 from capture_planner.errors import PlanningError, Problem
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import Reason, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.bounds import MICRO, BudgetBounds
 from capture_planner.planning.measured.search import Aim, BudgetedTable, Limit, SizedGroup, table_within
 from capture_planner.planning.measured.steps import LadderAnswers, Modes, Prices, Steps, judge, passes_of, steps_of
-from capture_planner.planning.measured.teams import NANO, SCALE, Demand, prior_share
+from capture_planner.planning.measured.teams import NANO, SCALE, Demand, eager_of, prior_share
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.program import TAIL
@@ -252,21 +252,19 @@ def _next_graph(groups: Sequence[SizedGroup]) -> float:
 
 def _priced(ladder: Ladder, costs: Costs) -> Ladder:
     """Say what is lost above a ladder's largest size."""
-    family, unit = ladder.family, ladder.unit
     # All of its batches run eager; the largest one loses most.
     if ladder.cut is Reason.BUDGET:
-        count = ladder.last
-        eager = costs.known((ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps))
+        eager, tokens = eager_of(ladder, costs), ladder.last * ladder.unit
         if eager is None:
             return attrs.evolve(ladder, price=f"the profile has no eager times of {ladder.role}")
-        loss = eager(count * unit) - costs.replay(family)(count * unit)
-        return attrs.evolve(ladder, price=f"at {count} that takes {loss:.3g} ms more than a graph")
+        loss = eager(tokens) - costs.replay(ladder.family)(tokens)
+        return attrs.evolve(ladder, price=f"at {ladder.last} that takes {loss:.3g} ms more than a graph")
     if ladder.kind is Kind.DECODE or not ladder.sizes:
         return ladder
     # Decodes are covered to the last; of mixed batches those above the largest size run eager.
-    first = ladder.sizes[-1] + 1
-    loss = costs.eager(ladder.role, None)(first) - costs.replay(family)(first)
-    bound = "at least " if first > costs.reach(family) and loss > 0 else ""
+    first, replay = ladder.sizes[-1] + 1, costs.replay(ladder.family)
+    loss = costs.eager(ladder.role, None)(first) - replay(first)
+    bound = "at least " if first > replay.reach and loss > 0 else ""
     price = f"at {first} that takes {bound}{loss:.3g} ms more than a graph" if loss > 0 else _NO_GAIN.format(first)
     return attrs.evolve(ladder, price=price)
 
