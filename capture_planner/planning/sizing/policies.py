@@ -142,6 +142,7 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
     if not domain:
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
+    adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     if sizes.policy is Policy.POWERS_OF_TWO:
         chosen = domain.needed([*(1 << i for i in range(domain.ceiling.bit_length())), *anchors, domain.ceiling])
         how = "powers of two and the maximum"
@@ -151,13 +152,11 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
         how = f"the least worst padding with {sizes.graphs} sizes"
     elif context.time is not None:
         chosen = domain.needed([*_timed(domain, context.time), *anchors])
-        how = f"the fewest sizes whose time is within {float(TIME_RATIO - 1):.1%} of a size of their own"
-        message = f"{how}, {context.source}; {_worst(domain, chosen, unit)}"
-        return Choice(domain=domain, sizes=chosen, adaptive=False, message=message)
+        within = f"{float(TIME_RATIO - 1):.1%} of a size of their own"
+        how, adaptive = f"the fewest sizes whose time is within {within}, {context.source}", False
     else:
         chosen = minimax(domain, len(fewest(domain, DEFAULT_RATIO, anchors=anchors)), anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
-    adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
 
 
