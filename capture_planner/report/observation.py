@@ -210,7 +210,9 @@ def _graphs(role: ObservedRole) -> Grid:
         (
             str(graph.entry),
             *_share(graph.replays, role),
-            *(_figure(getattr(graph, name), form) for name, form in _COSTS.items()),
+            _figure(graph.milliseconds, ".3f"),
+            _figure(graph.seconds, ".3f"),
+            _figure(graph.mib, ".2f"),
         )
         for graph in by_steps[:MAX_ROWS]
     ]
@@ -218,9 +220,6 @@ def _graphs(role: ObservedRole) -> Grid:
         rest = sum(graph.replays for graph in more)
         rows.append((counted(len(more), "other graph"), *_share(rest, role), "", "", ""))
     return Grid.of(("graph", "steps", "share", "replay ms", "capture s", "MiB"), rows, text=1)
-
-
-_COSTS = {"milliseconds": ".3f", "seconds": ".3f", "mib": ".2f"}
 
 
 # Data-parallel ranks -----------------------------------------------------------------------------

@@ -66,13 +66,9 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     answers = walk(emulation)
     rows = grouped(answers, lambda one: (one.answer.mode, one.answer.reason))
     return {
-        "engine": emulation.engine,
-        "version": emulation.version,
+        **plain_some(emulation, "engine", "version"),
         "verdict": plain(verdict(emulation, answers)),
-        "assumptions": plain(emulation.assumptions),
-        "notes": plain(emulation.notes),
-        "sizes": plain(emulation.sizes),
-        "graphs": plain(emulation.graphs),
+        **plain_some(emulation, "assumptions", "notes", "sizes", "graphs"),
         "mode": plain(emulation.modes),
         "decisions": [
             plain_some(decision, "rule", "role", "before", "after", "message") for decision in emulation.decisions

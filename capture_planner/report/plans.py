@@ -198,7 +198,9 @@ def explanation_report(explained: Explanation, *seen: str) -> Report:
 
 def coverage_report(walked: Coverage | ObservedCoverage) -> Report:
     """Return the report of all admissible batches by role: what serves them, and how much of that is padding."""
-    lazy = _lazy_graphs(walked)
+    lazy: dict[Role, frozenset[Entry]] = {}
+    if isinstance(walked, Coverage) and walked.plan.num_lazy:
+        lazy = {role.role: frozenset(role.lazy) for role in walked.plan.roles}
     rows = []
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
@@ -224,13 +226,6 @@ def coverage_report(walked: Coverage | ObservedCoverage) -> Report:
     grid = Grid.of(("role", "batches", "LoRA", "served by", *numbers), rows, text=4)
     section = Section(name="coverage", title="", parts=(grid,))
     return Report(kind="coverage", title="Every admissible batch", sections=(section,))
-
-
-def _lazy_graphs(walked: Coverage | ObservedCoverage) -> dict[Role, frozenset[Entry]]:
-    """Return the graphs that are captured on first use, by role; empty where none is."""
-    if isinstance(walked, ObservedCoverage) or not walked.plan.num_lazy:
-        return {}
-    return {role.role: frozenset(role.lazy) for role in walked.plan.roles}
 
 
 def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Covered]]:

@@ -10,6 +10,7 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
 from capture_planner.codec import json_of, plain
+from capture_planner.codec.plain import plain_some
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -45,17 +46,13 @@ def _json(report: RankReport) -> dict[str, Any]:
     return ({"title": report.title} if report.title else {}) | {
         "role": plain(agreement.vector.role),
         "mode": agreement.answers[0].dispatch.mode.value,
-        "entry": plain(agreement.entry),
-        "reason": plain(agreement.reason),
-        "joint": plain(agreement.joint),
-        "draft_tokens": agreement.draft_tokens,
+        **plain_some(agreement, "entry", "reason", "joint", "draft_tokens"),
         "ranks": [
             {
                 "idle": submitted.batch is None,
                 "captured": submitted.captured,
                 "runs": plain(answer.batch),
-                "padded_tokens": answer.dispatch.padded_tokens,
-                "padded_reqs": answer.dispatch.padded_reqs,
+                **plain_some(answer.dispatch, "padded_tokens", "padded_reqs"),
                 "message": reason,
             }
             for submitted, answer, reason in ranks
