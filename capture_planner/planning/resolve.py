@@ -95,7 +95,7 @@ def _resolve(
         return start.mode, resolve(start, groups, max_query_len=query_len, piecewise=spec.piecewise)
     assert spec.speculative is not None, "a drafter's role is active"
     if (reason := spec.speculative.model.eager_because) is not None:
-        message = f"the drafter has no graphs: {reason}"[:500]
+        message = f"the drafter has no graphs: {reason}"
         return target, ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
     if role is Role.DRAFT_DECODE:
         return target, resolve_draft_decode(target, wanted, groups)
