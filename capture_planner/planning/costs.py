@@ -71,6 +71,7 @@ class Curve:
         index = bisect_left(sizes, tokens)
         if index < len(sizes) and sizes[index] == tokens:
             return times[index]
+        # Below the smallest size, or with one size only, no slope was measured.
         if index == 0 or len(sizes) == 1:
             return times[0]
         if index < len(sizes):
@@ -130,6 +131,7 @@ class Costs:
         it is hidden, so that a smaller graph is better than a larger one.
         """
         profile = self.profile
+        # Eager passes of drafters are the host's own work, so nothing hides them (``Profile.step``).
         curves = [each for each in profile.curves if each.role.is_drafter and each.mode is not GraphMode.NONE]
         if not profile.drafts_overlap or not curves:
             return 1.0
@@ -214,11 +216,13 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     (_, mode, query_len, steps), (_, wanted_mode, wanted_len, wanted_steps) = key, family
     return (
         steps != wanted_steps,
+        # A single pass is nearer than a chain of another length, whose passes are known only together.
         steps is not None,
         abs((steps or 1) - (wanted_steps or 1)),
         mode is not wanted_mode,
         (query_len is None) is not (wanted_len is None),
         abs((query_len or 0) - (wanted_len or 0)),
+        # These break ties, so that a choice does not depend on the order of the profile.
         mode.value,
         query_len or 0,
     )

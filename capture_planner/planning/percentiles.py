@@ -13,6 +13,7 @@ def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
 
     There must be some.
     """
+    # Read twice: for the sum of the counts, and for the item.
     items = list(counts)
     left = sum(count for _, count in items) * percent / 100
     for item, count in items:

@@ -126,6 +126,7 @@ def resolve(
     split = piecewise.split_attention
     without_full = _PIECEWISE if split else _NONE
 
+    # Mixed batches first: the mode that they are lowered to may keep full graphs of decodes.
     if requested.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
         if level is GraphSupport.NEVER and found.role is Role.TARGET:
             message = f"{requested.value} is not possible: {why.rstrip('.')}"
@@ -136,6 +137,7 @@ def resolve(
         found = found.step("mixed-full-unsupported", after, message, cause)
     if found.mode.decode_mode is _FULL and level is GraphSupport.NEVER:
         found = found.step("decode-full-unsupported", without_full, f"full graphs are not possible: {why}", cause)
+    # With speculation a decode verifies 1 + K tokens of each request.
     if found.mode.decode_mode is _FULL and max_query_len > 1 and level < GraphSupport.UNIFORM_BATCH:
         message = f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, but {why}"
         found = found.step("speculative-decode-unsupported", without_full, message, cause)
@@ -211,6 +213,7 @@ def _start(role: Role, target: GraphMode, wanted: GraphMode | None) -> ResolvedM
     """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:
         return ResolvedMode(role=role, mode=target)
+    # As in vLLM, a drafter starts from the target's resolved mode and is only lowered.
     less = wanted < target
     message = f"the spec requests {wanted.value} for this role, the target resolved to {target.value}: " + (
         "the lower mode is used" if less else "a drafter's mode is never above its target's"

@@ -218,6 +218,7 @@ def _gaining(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs: C
         graphs = [costs.replay(ladder.family) for ladder in mixed]
         eager = [costs.eager(ladder.role, ladder.query_len) for ladder in mixed]
         least = max((0, *mixed[0].anchors))
+        # From the top: a graph of the largest size that gains serves all counts below it.
         sizes = range(domain.ceiling, least, -domain.step)
         gaining = (n for n in sizes if sum(curve(n) for curve in graphs) < sum(curve(n) for curve in eager))
         top = next(gaining, least)
@@ -228,6 +229,7 @@ def _gaining(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs: C
 
 def _sentence(ladder: Ladder, groups: Sequence[SizedGroup], steps: int) -> str:
     for each in groups:
+        # Sizes and LoRA cases have changed since, and a ladder's text has neither.
         if ladder.sizes and any(str(own) == str(ladder) and own.role is ladder.role for own in each.team.ladders):
             # What the batch of a percentile weighs says nothing of a mean step.
             cost, least = each.cost % TAIL, each.group.problem.every_size % TAIL
@@ -246,6 +248,7 @@ def _next_graph(groups: Sequence[SizedGroup]) -> float:
         more = each.group.program.value(len(each.sizes) + 1) if len(each.sizes) < each.group.program.most else None
         if more is not None:
             graphs = sum(len(ladder.reduced.cases) for ladder in each.team.ladders)
+            # Of the mean only: the weight of a percentile's batch is no cost.
             gains.append((each.cost % TAIL - more % TAIL) / graphs)
     return max(gains) / (NANO * SCALE)
 

@@ -110,6 +110,7 @@ class DraftProblem:
     def cost(self, span: Span) -> float:
         """Return the milliseconds that the work of a span takes; infinite where the limits do not admit it."""
         length = next(each for each in self.lengths if each.k == span.k)
+        # Each of its requests needs room for 1 + K tokens and the drafter's own rows.
         if span.last > length.most:
             return float("inf")
         padded = (self.sums[span.last] - self.sums[span.first - 1]) * length.padded[span.last - 1]
@@ -298,6 +299,7 @@ def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tu
     if speculative.acceptance:
         return speculative.acceptance[: speculative.num_tokens], "as the spec gives it"
     counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=False)
+    # Positions behind one that was never drafted have no share.
     known = [min(accepted / drafted, 1.0) for drafted, accepted in takewhile(lambda pair: pair[0], counts)]
     if len(known) < speculative.num_tokens:
         has = counted(len(known), "position") if known else "no position"
@@ -352,6 +354,7 @@ def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
             batch = attrs.evolve(batch, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len)
         shape = attrs.evolve(batch, count=1)
         steps[shape] = steps.get(shape, 0.0) + count
+    # A batch that ran keeps a step where its count rounds to 0.
     batches = (attrs.evolve(shape, count=max(round(count), 1)) for shape, count in steps.items())
     return replace(traffic, batches=tuple(batches))
 

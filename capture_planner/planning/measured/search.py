@@ -159,6 +159,7 @@ def table_within(
     for charged in _charged(bounds, costs.profile.base_seconds, aim):
         table = least_table(teams, charged, costs, aim, programs=programs)
         sized = _sized(ladders, table, bounds)
+        # The budget's own bounds come last, and charge no graph less than it takes.
         if charged is bounds or bounds.hold(sized):
             break
     _refuse_absent(teams, table, bounds, costs)
@@ -492,6 +493,7 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
     :param today: the role and the entry of each graph that there is.
     :param holds: whether a table is within the budget.
     """
+    # Of the mean only: the weight of a percentile's batch is no cost.
     room = int(table.value % TAIL * NEARLY)
     wanted = [_wanted(group, today) for group in table.groups]
     moves = sorted(
@@ -505,6 +507,7 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
             continue
         # Sizes next to it may have moved before, so what this one costs is computed again.
         moved, problem = _replaced(group.indices, place, index), group.group.problem
+        # Another size may have moved to this place, or beyond it.
         if list(moved) != sorted(set(moved)):
             continue
         delta, worst = problem.cost(moved) - group.cost, problem.worst(moved)

@@ -151,12 +151,14 @@ def _batch(line: TrafficCount, families: tuple[DecodeFamily, ...], typical: int)
             number = requests or (tokens or 0) // each
             if number in family.requests and tokens in (None, number * each):
                 return Batch.decode(Role.TARGET, number, each)
+    # Requests alone say nothing about a mixed batch's tokens.
     if tokens is None:
         return None
     return Batch(
         role=Role.TARGET,
         num_reqs=min(requests or typical, tokens),
         num_tokens=tokens,
+        # With a typical number of requests in place of the real one, this length may not match the tokens.
         query_len=query_len if requests is not None else None,
         past_prompt=line.past_prompt is True,
     )
@@ -331,6 +333,7 @@ class Prices:
         return passes.milliseconds * (self._visible if role.is_drafter and not passes.is_eager else 1)
 
     def _eager(self, batch: Batch, repeats: int) -> PassTime:
+        # An eager curve of draft decodes may be that of a whole chain.
         chain = repeats if batch.role is Role.DRAFT_DECODE else None
         return PassTime(self.eager(batch.role, batch.uniform_query_len, chain)(batch.num_tokens), is_eager=True)
 

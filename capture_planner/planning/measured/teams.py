@@ -118,6 +118,7 @@ class Demand:
 
     def team(self, ladders: tuple[Ladder, ...]) -> Team:
         """Return ladders with one choice of sizes, and the weight of each count."""
+        # All ladders of a team have the same counts; the target's is the first.
         first = ladders[0]
         weights = smoothed(self._observed[first], first.last, self.total, self.passes[first])
         for count, weight in self._tail[first].items():
@@ -173,6 +174,7 @@ def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | N
     prior = [log((count + 1) / count) / log(last + 1) for count in range(1, last + 1)]
     # Sizes are needed here all the same, as loads change.
     if not passes:
+        # At least 1, so that each count needs a size.
         return [0, *(max(round(SCALE / total * part), 1) for part in prior)]
     share = float(prior_share(passes if number is None else number))
     flat, kernel = share * float(FLAT), share * float(1 - FLAT)
@@ -186,9 +188,11 @@ def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | N
     kernels = list(accumulate(changes))
     unit = SCALE / total
     pairs = zip((0.0, *prior), kernels, strict=False)
+    # Floating-point sums may end just below 0.
     weights = [round(unit * (flat * passes * part + kernel * max(spread, 0.0))) for part, spread in pairs]
     for count, weight in observed.items():
         weights[count] += round(unit * (1 - share) * weight)
+    # No batch has 0 requests or 0 tokens.
     weights[0] = 0
     return weights
 

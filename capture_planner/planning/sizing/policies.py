@@ -100,6 +100,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context,
         listed = engines.sglang_requests(
             top, speculative=context.speculative is not None, padding=sizes.padding is not False
         )
+        # SGLang captures nothing above its request pool; a longer list ends at the pool itself.
         pool = domain.round_up(context.limits.max_num_reqs)
         listed = tuple(size for size in {*listed, *([pool] if top > pool else [])} if size <= pool)
     else:
@@ -129,6 +130,7 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
         listed = engines.sglang_tokens(top)
     else:
         assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
+        # TensorRT-LLM's list is of decodes only.
         listed = ()
     return _listed(sizes.policy, listed, domain, unit)
 
@@ -141,7 +143,9 @@ def _up_to(domain: Domain, most: int) -> Domain:
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str, context: Context) -> Choice:
     if not domain:
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
+    # An anchor may be between two steps, or above a maximum; a size may not.
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
+    # A budget thins a list of powers of two, and computes no other sizes for it.
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     if sizes.policy is Policy.POWERS_OF_TWO:
         chosen = domain.needed([*(1 << i for i in range(domain.ceiling.bit_length())), *anchors, domain.ceiling])
@@ -152,6 +156,7 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
         how = f"the least worst padding with {sizes.graphs} sizes"
     elif context.time is not None:
         chosen = domain.needed([*_timed(domain, context.time), *anchors])
+        # Not adaptive: sizes recomputed by padding alone would ignore the times.
         within = f"{float(TIME_RATIO - 1):.1%} of a size of their own"
         how, adaptive = f"the fewest sizes whose time is within {within}, {context.source}", False
     else:

@@ -80,6 +80,7 @@ class LadderProblem:
         :param alone: the largest ratios of the counts of each size without a graph, where others run on it too.
         :param every_top: whether sizes of equal times are kept.
         """
+        # From the largest down, as only a larger size can make one useless.
         kept = [len(sizes) - 1]
         for index in reversed(range(len(sizes) - 1)):
             if times[index] < times[kept[-1]] + every_top:
@@ -145,6 +146,7 @@ class LadderProblem:
 
         Counts above the largest size take their eager time. Empty: no sizes are so near.
         """
+        # Each next smaller size is the largest whose counts the one above may not serve.
         chosen = [self.least_top_within(ratio)]
         while True:
             first = self.first_served(chosen[-1], ratio)
@@ -224,6 +226,7 @@ class LadderProgram:
         for number in range(len(self.least), self.most + 1):
             value = self.value(number)
             if value is not None:
+                # The remainder is the mean's part: ``TAIL`` weighs more than all other batches together.
                 tail, mean = divmod(value, TAIL)
                 if tail == least_tail and mean * tolerance.denominator <= least * (tolerance + 1).numerator:
                     return number
@@ -279,6 +282,7 @@ class LadderProgram:
         problem = self.problem
         for index in range(problem.least_top if self.limit is None else problem.least_top_within(self.limit), count):
             value = values[index]
+            # Only tops that improve on all smaller ones are kept, so that a bound on the top is a bisection.
             if value is not None and (not best or value + problem.tails[index] < best[-1]):
                 tops.append(index)
                 best.append(value + problem.tails[index])
