@@ -67,6 +67,7 @@ def _graph_rows(manager: Manager) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _graphs(emulation: Emulation) -> str:
+    # Graphs of the encoder belong to no role, so they are not among the emulation's.
     encoder = sum(len(each.budgets) for each in emulation.encoders)
     return counted(len(emulation.graphs), "graph") + (f", and {encoder} of the encoder" if encoder else "")
 
@@ -124,6 +125,7 @@ def _padding(answers: Sequence[BatchAnswer]) -> str:
 
 
 def _value(value: Any) -> str:
+    # A bool is an int too, but no size.
     if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
         return sizes_text(value)
     return "none" if value is None else str(value)
@@ -161,6 +163,7 @@ def findings_report(
     parts: list[Part] = []
     paragraphs = grouped(findings, _paragraph)
     for (title, fix, seen), alike in paragraphs.items():
+        # Roles share the fix; their messages may differ.
         messages = []
         for text, roles in grouped(alike, _unnamed).items():
             message = roles[0].diagnosis.message
@@ -170,6 +173,7 @@ def findings_report(
             messages.append(message)
         parts += [f"{title}: {'; '.join(messages)}", f"  fix: {fix}", f"  reported: {seen}"]
     if together is not None:
+        # A change of TensorRT-LLM may be keys of its YAML file, which no command line takes.
         flags = all(flag.startswith("-") for change in together.changes for flag, _ in change.flags)
         line = f"{program} {shlex.join(together.command)}" if flags else ", then ".join(map(str, together.changes))
         left = f"leaves {', '.join(together.left)}" if together.left else "leaves nothing to report"
@@ -203,6 +207,7 @@ def export_command(export: Export, output: Path | None) -> str:
 
 def launch_command(export: Export, plan_file: str, program: str) -> str:
     """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
+    # The plan itself replaces all other settings.
     settings = {name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
     # vLLM's server takes the model without a flag.
     model = [str(settings.pop("model"))] if "model" in settings else []
@@ -231,6 +236,7 @@ def export_report(export: Export, output: Path | None, launch: str | None) -> Re
 
 
 def _losses(export: Export) -> Iterator[Part]:
+    # A plugin names the losses that it knows; the proof compares the answers themselves.
     if not export.losses:
         if export.proof is not None and export.proof.loss is None:
             yield TonedText("nothing of the plan is lost", "good")

@@ -70,6 +70,7 @@ def changes_report(changes: Sequence[str], same: str, notes: Sequence[str] = ())
 def _placed(placed: FileFinding) -> dict[str, Any]:
     finding = placed.finding
     if isinstance(finding, EngineFinding):
+        # These are reported without a file too, and so have a hook of their own.
         own: dict[str, Any] = plain(finding)
     else:
         own = finding_json(finding, finding.diagnostic, remedy=finding.rule.remedy)
@@ -96,6 +97,7 @@ def _escaped(text: str) -> str:
 
 
 def _property(text: str) -> str:
+    # Colons and commas separate the properties of a workflow command.
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 

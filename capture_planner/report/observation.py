@@ -90,6 +90,7 @@ def _accepted(observation: Observation) -> Iterator[str]:
     for position, count in enumerate(drafted):
         taken = accepted[position] if position < len(accepted) else 0
         yield f"draft {position + 1}: {taken / count:.1%}" if count else f"draft {position + 1}: none proposed"
+    # Each request that drafts in a step has a draft at the first position.
     if drafted[0]:
         yield f"{1 + sum(accepted) / drafted[0]:.2f} tokens per request and step"
 
@@ -99,6 +100,7 @@ def _role(role: ObservedRole) -> Iterator[Part]:
     yield _kinds(role)
     if role.steps:
         yield from ("", _reasons(role), "", _batches(role))
+    # Graphs are listed by their steps.
     if role.graphs and role.steps:
         yield from ("", _graphs(role))
     if role.trials:
@@ -197,6 +199,7 @@ def _batches(role: ObservedRole) -> Grid:
         )
         for count in role.batches[:MAX_ROWS]
     ]
+    # The last row makes the shares add up to all steps.
     others = role.steps - sum(count.steps for count in role.batches[:MAX_ROWS])
     if others:
         rows.append(("other batches", *_share(others, role), "", ""))

@@ -69,6 +69,7 @@ def _span(first: int, last: int) -> str:
 def _waived(role: RolePlan) -> Iterator[str]:
     for waiver in role.waivers:
         unit = "tokens, mixed" if waiver.kind is Kind.MIXED else f"requests of {waiver.query_len}"
+        # Varying decodes have no query length of their own.
         unit = unit if waiver.max_query_len is None else f"requests of up to {waiver.max_query_len}"
         yield f"{_span(waiver.first, waiver.last)} {unit} ({waiver.reason})"
 
@@ -166,6 +167,7 @@ def budget_line(plan: Plan) -> str | None:
         return f"budget: {found}"
     if plan.forecast is not None:
         return _measured_line(plan.budget, plan.forecast)
+    # ``Budget.bounds`` are those on all graphs together.
     kinds = {"decode": plan.budget.graphs.decode, "mixed": plan.budget.graphs.mixed}
     bounds = [text for _, text in plan.budget.bounds()] + [f"graphs.{k} {most:g}" for k, most in kinds.items() if most]
     return f"budget: no limit is reached ({', '.join(bounds)})" if bounds else None
@@ -325,6 +327,7 @@ def backends_report(backends: Sequence[BackendSupport], *, reasons: bool) -> Rep
         parts = (Grid.of(("backend", "version", "role", "group", "support", "because"), rows),)
     else:
         environments = dict.fromkeys(s.environment for backend in backends for s in backend.support)
+        # A backend is shown by its weakest group; the reasons have all of them.
         levels = (
             (name, *(_SHORT[min(s.level for s in each.support if s.environment == name)] for each in backends))
             for name in environments

@@ -78,6 +78,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
         for count in (first, (first + last) // 2, last)
     }
     most = max(lengths)
+    # Only a few counts of each range are listed, so half the most need not be one of them.
     middle = min(lengths, key=lambda count: (abs(count - most // 2), count))
 
     def decode(count: int, active_loras: int = 0) -> Submission:
@@ -90,6 +91,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)
     vectors = [("every rank has the same decodes", (usual, *others)), ("one rank has fewer requests", (few, *others))]
+    # Without a schedule all ranks draft the same number of tokens.
     if len({family.query_len for family in families}) > 1:
         last = max(lengths, key=lambda count: (lengths[count] != lengths[middle], -count))
         vectors.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))

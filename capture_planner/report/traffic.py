@@ -43,6 +43,7 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
 def traffic_report(traffic: Traffic) -> Report:
     """Return the report: a summary by role, the most frequent shapes of each, and notes."""
     roles = grouped(traffic.batches, lambda batch: batch.role)
+    # An answer that rests on an assumption says so in its first line.
     assumed = next((note for note in traffic.notes if note.startswith("assumed ")), None)
     title = counted(traffic.steps, "step") if assumed is None else f"{counted(traffic.steps, 'step')} ({assumed})"
     rows = [_summary(role, batches) for role, batches in roles.items()]
@@ -73,6 +74,7 @@ def _facts(traffic: Traffic) -> Iterator[tuple[str, str]]:
 
 def _summary(role: Role, batches: Sequence[TrafficCount]) -> tuple[str, ...]:
     steps = sum(batch.count for batch in batches)
+    # None is counted too: not every source tells decodes from prompts.
     kinds: Counter[bool | None] = Counter()
     for batch in batches:
         kinds[batch.past_prompt] += batch.count
