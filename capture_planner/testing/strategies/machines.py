@@ -66,6 +66,7 @@ SUPPORTS = st.builds(
 @composite
 def _fields(draw: DrawFn) -> MetadataField:
     fill = draw(one_of(Fill))
+    # These fills are for vectors of whole numbers; ``MetadataField`` refuses others.
     counts = fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
     dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
     dtype = draw(one_of(dtypes))
@@ -106,6 +107,7 @@ class FakeBackend:
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
         """Answer the support of the role, less for a sliding window."""
         told = self.supports[role]
+        # So that the groups of a role may differ in their support.
         return told if model.window is None else replace(told, level=min(told.level, self.windowed))
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
@@ -174,8 +176,11 @@ def deployments(
     :param varying: whether decodes may vary in length.
     """
     scheduled = measured is None
+    # Only a deployment has the measurements that a measured schedule needs.
     each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=scheduled, varying=varying)
+    # Filtered before the rest is drawn, which takes most of the time.
     spec = draw(each if where is None else each.filter(where))
+    # The registry has every name that a spec can choose, so no plan fails for a missing backend.
     environment, registry = draw(environments()), draw(registries())
     is_measured = spec.sizes.policy is Policy.MEASURED or (
         spec.speculative is not None and spec.speculative.is_measured

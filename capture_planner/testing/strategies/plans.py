@@ -44,6 +44,7 @@ def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096, varying: 
     """
     try:
         return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens, varying=varying)).plan()
+    # Some specs have no plan on the machine that was drawn: FULL on a backend that has no full graphs.
     except PlanningError:
         reject()
 
@@ -168,6 +169,7 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
     edges = {1, plan.limits.max_num_reqs} | {entry.num_reqs or entry.num_tokens for entry in planned.entries}
     for family in families:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
+    # Answers change at these edges.
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
     lengths = (
@@ -178,10 +180,12 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])
     total: SearchStrategy[int] = any_total | st.integers(num_reqs, num_reqs + 64)
     if query_len is not None:
+        # Mostly the total that the length gives; other ones are inadmissible, and are asked about too.
         total = st.just(num_reqs * query_len) | st.just(num_reqs * query_len) | total
     longest = draw(st.none() | st.integers(0, 5) | st.sampled_from(sorted(lengths)))
     if query_len is None and longest is not None:
         total = st.integers(num_reqs, max(num_reqs, num_reqs * longest)) | total
+    # One more than the active adapters: requests without one count as another.
     most_loras = 0 if plan.lora is None else plan.lora.max_active + 1
     return Batch(
         role=planned.role,

@@ -35,6 +35,7 @@ _LATENTS = st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_o
 @composite
 def _recurrents(draw: DrawFn, layers: int) -> Recurrent | None:
     """Draw recurrent layers, fewer than the model has layers."""
+    # One layer at least attends.
     if layers == 1 or draw(one_of((True, True, False))):
         return None
     return Recurrent(layers=draw(st.integers(1, layers - 1)), state=draw(one_of((16, 1 << 20, 12345, 1 << 40))))
@@ -45,6 +46,7 @@ def _models(draw: DrawFn, tensor: int) -> Model:
     """Draw a model whose heads divide over ``tensor`` ranks."""
     kv_heads = draw(one_of((tensor, 2 * tensor, 1)))
     layers = draw(st.integers(1, 6))
+    # A single KV head is replicated over the ranks, but the query heads have to divide.
     queries = kv_heads if kv_heads % tensor == 0 else kv_heads * tensor
     return record_of(
         draw,
@@ -68,6 +70,7 @@ def _limits(draw: DrawFn, max_reqs: int, max_tokens: int, slots: int) -> Limits:
     most = draw(largest if draw(st.booleans()) else counts(min(max_reqs, 64)))
     near = one_of((most, 2 * most, 4 * most, 256, 512, 1024, 4096))
     tokens = draw(st.integers(1, 300) if draw(st.booleans()) else near)
+    # One request must fit, with the drafter's own rows.
     return Limits(max_num_reqs=most, max_num_tokens=max(min(tokens, max_tokens), 1 + slots))
 
 
@@ -78,6 +81,7 @@ def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
     for _ in range(draw(st.integers(0, 4))):
         last = first + draw(st.integers(0, 20))
         ranges.append((first, last, draw(st.integers(0, longest + 1))))
+        # Gaps are allowed: the draft length before one holds in it.
         first = last + 1 + draw(one_of((0, 0, 1, 7)))
     return tuple(ranges)
 
@@ -109,6 +113,7 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     )
     if scheduled and draw(one_of((False, False, True))):
         schedule = ScheduleSource.MEASURED
+    # Traffic that is drawn has no acceptance, which a measured schedule needs.
     given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     method = draw(one_of(Method))
     roles = (Role.TARGET, Role.DRAFT_PREFILL)[: draw(one_of((0, 0, 0, 1, 2)))]
@@ -119,7 +124,9 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
         acceptance=draw(_acceptances(longest)) if given else (),
         model=draw(_DRAFT_MODELS),
         chain=draw(one_of(Chain)),
+        # MTP modules draft one after another, so a spec with both is refused.
         parallel_drafting=draw(one_of((False, False, method is not Method.MTP))),
+        # A profile has no times of decodes that vary.
         varying_decodes=() if schedule is ScheduleSource.MEASURED else roles,
     )
 
@@ -149,6 +156,7 @@ def _sizes(draw: DrawFn) -> Sizes:
     """Draw any policy but measured with the options that it takes."""
     policy = draw(one_of(policy for policy in Policy if policy is not Policy.MEASURED))
     tokens = reqs = None
+    # Explicit sizes must name some, of either kind of batch.
     if policy is Policy.EXPLICIT:
         tokens, reqs = draw(maybe(_SIZE_LISTS)), draw(maybe(_SIZE_LISTS))
         if not tokens and not reqs:
@@ -180,6 +188,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool)
                 name=draw(one_of((f"group {number}", f"g{number}"))), layers=count, backend=backend, window=window
             )
         )
+    # The groups of a role have all of its layers.
     if groups and (left := layers - sum(group.layers for group in groups)):
         groups[-1] = replace(groups[-1], layers=groups[-1].layers + left)
     return RoleSpec(
@@ -234,17 +243,21 @@ def specs(
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
     speculative = draw(maybe(_speculatives(scheduled)))
+    # Heads of a drafter that do not divide are replaced by the target's.
     if speculative is not None and any(speculative.head_problems(model, tensor)):
         speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
     if speculative is not None and (measured or not varying):
         speculative = replace(speculative, varying_decodes=())
+    # A draft model has the target's vocabulary: a spec with another one is refused.
     if speculative is not None and speculative.method is Method.DRAFT_MODEL:
         speculative = replace(speculative, model=replace(speculative.model, vocab_size=None))
     chain = speculative is not None and speculative.is_chain
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
+    # Recurrent layers are in no attention group.
     layers[Role.TARGET] = model.attention_layers
     roles = {}
     for role in Role:
+        # A spec refuses settings of a role that never runs.
         if role is Role.TARGET or chain or (speculative is not None and role is Role.DRAFT_PREFILL):
             roles[role.value] = draw(_role_specs(layers[role], names, measured)) if draw(st.booleans()) else RoleSpec()
     return Spec(
