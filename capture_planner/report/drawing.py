@@ -83,13 +83,9 @@ def svg(plot: Plot, name: str) -> str:
     return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
 
 
+@matplotlib.rc_context(_STYLE)
 def figure(plot: Plot) -> Figure:
     """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
-    with matplotlib.rc_context(_STYLE):
-        return _figure(plot)
-
-
-def _figure(plot: Plot) -> Figure:
     height = _bars_height(plot) if plot.has_bars else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
     figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))

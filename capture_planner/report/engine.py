@@ -97,16 +97,13 @@ def _batch_rows(
     manager: Manager, answers: Sequence[BatchAnswer]
 ) -> Iterator[tuple[str, GraphMode, str, str, str, str]]:
     """Yield which batches run how, for each kind and mode, and how far they are padded."""
-    rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
-    for one in answers:
-        if one.batch.role is manager.role:
-            decode = one.batch.kind is Kind.DECODE
-            batches = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
-            why = "" if one.answer.reason is None else str(one.answer.reason)
-            rows.setdefault((batches, one.answer.mode, why), []).append(one)
-    for (batches, mode, why), group in rows.items():
+    own = (one for one in answers if one.batch.role is manager.role)
+    kinds = grouped(own, lambda one: (one.batch.query_len, one.answer.mode, one.answer.reason))
+    for (query_len, mode, reason), group in kinds.items():
+        batches = "mixed, by tokens" if query_len is None else f"decodes of {query_len}, by requests"
         loras = sorted({one.batch.active_loras for one in group})
-        yield batches, mode, _ranges(group), "" if loras == [0] else sizes_text(loras), _padding(group), why
+        adapters = "" if loras == [0] else sizes_text(loras)
+        yield batches, mode, _ranges(group), adapters, _padding(group), "" if reason is None else str(reason)
 
 
 def _ranges(answers: Sequence[BatchAnswer]) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from capture_planner.codec.plain import plain_some
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
@@ -29,10 +30,7 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
         counts[batch.role, batch.num_reqs, batch.num_tokens, batch.query_len] += batch.count
     names = ("role", "num_reqs", "num_tokens", "query_len")
     return {
-        "steps": traffic.steps,
-        "lines": traffic.lines,
-        "seconds": traffic.seconds,
-        "skipped": traffic.skipped,
+        **plain_some(traffic, "steps", "lines", "seconds", "skipped"),
         "batches": [dict(zip(names, shape, strict=True)) | {"count": count} for shape, count in counts.items()],
         "sources": traffic.sources,
         "notes": (*traffic.notes, *notes),
