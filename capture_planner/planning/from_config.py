@@ -33,10 +33,7 @@ _UNKNOWN_WINDOW = """
 
 
 def find_config(argument: str) -> tuple[Path, str]:
-    """Return the config.json of a file, a folder or a name in the local Hugging Face cache, and the model's name.
-
-    Raises ``CapturePlannerError`` if no file is found.
-    """
+    """Return a config.json, by file, folder or cached name, and its model's name; raises ``CapturePlannerError``."""
     path = Path(argument)
     if path.is_dir():
         if not (path / "config.json").is_file():

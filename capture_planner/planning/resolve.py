@@ -172,12 +172,9 @@ def resolve_draft_prefill(
 
 
 def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]) -> ResolvedMode:
-    """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
-
-    PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
-    of an earlier, larger batch (vllm#39773).
-    """
+    """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE."""
     found, cause = _start(Role.DRAFT_DECODE, target, wanted), weakest(groups)
+    # PIECEWISE does not pad requests: a backend would read entries of an earlier, larger batch (vllm#39773).
     if found.mode.decode_mode is not _FULL:
         message = (
             f"the target's decodes run {found.mode.decode_mode.value}, but draft decodes need full graphs: "
@@ -194,12 +191,10 @@ def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Se
 
 
 def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport]) -> Decision | None:
-    """Return why the decodes of a role cannot vary in length, or None if they can.
-
-    A full graph of them needs what one of mixed batches needs: kernels that read where each request begins on the
-    device. PIECEWISE and eager decodes run attention on the real requests, whatever their lengths.
-    """
+    """Return why the decodes of a role cannot vary in length, or None if they can."""
     cause = weakest(groups)
+    # PIECEWISE and eager decodes run attention on the real requests; a full graph of decodes that vary needs what one
+    # of mixed batches needs: kernels that read on the device where each request begins.
     if mode.decode_mode is not _FULL or cause.support.level is GraphSupport.ALWAYS:
         return None
     message = (

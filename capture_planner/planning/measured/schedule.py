@@ -291,11 +291,7 @@ def ranges(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tuple[float, ...], str]:
-    """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from.
-
-    Where steps drafted different numbers of tokens, later positions are of other steps than earlier ones; a share
-    above the one before it is lowered to that.
-    """
+    """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from."""
     if speculative.acceptance:
         return speculative.acceptance[: speculative.num_tokens], "as the spec gives it"
     counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=False)
@@ -306,6 +302,7 @@ def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tu
         message = f"acceptance is known for {has}, and num_tokens is {speculative.num_tokens}"
         remedy = "give speculative.acceptance, lower num_tokens, or take traffic of an engine that drafts that many"
         raise _refusal("acceptance", message, remedy)
+    # Where steps drafted different numbers, later positions are of other steps, which may have accepted more.
     return tuple(accumulate(known, min))[: speculative.num_tokens], "as the traffic has it"
 
 

@@ -59,8 +59,7 @@ _Ranked = tuple[tuple[Value | Fraction, int, int], "Table"]
 """A table behind what it is ranked by: less is better."""
 
 Programs = MutableMapping[tuple[int, Waivers, Fraction | None], LadderProgram]
-"""The programs of teams, by index, that also serve the passes of waived ones, within a ratio: the same for all bounds.
-"""
+"""Programs of teams by index, by the waived ones that they serve too, and by the ratio: the same for all bounds."""
 
 
 @attrs.frozen
@@ -350,14 +349,12 @@ class _WaivedSets:
             yield [frozenset((*some, *others)) for some, others in pairs]
 
     def _is_kept(self, team: Team) -> bool:
-        """Say whether decodes keep their graphs as long as there is room for any.
-
-        The target's decodes always keep them: a FULL graph is not traded for PIECEWISE ones. A drafter's keep them if
-        the graphs that would serve instead have no times of their own mode: assumed times never justify a waiver.
-        """
+        """Say whether decodes keep their graphs as long as there is room for any."""
         serving = [other for other in self._teams if serves(other, team)]
+        # A FULL graph of the target is not traded for PIECEWISE ones.
         if serving and Role.TARGET in team.roles:
             return True
+        # Assumed times never justify a waiver: these graphs must have times of their own mode.
         families = [ladder for each in (team, *serving) for ladder in each.ladders]
         return bool(serving) and not all(self._costs.has_mode(ladder.role, ladder.mode) for ladder in families)
 

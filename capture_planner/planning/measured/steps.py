@@ -308,10 +308,7 @@ class Prices:
         )
 
     def with_every_size(self, batch: Batch, repeats: int, *, fused: bool = False) -> PassTime:
-        """Return what ``repeats`` passes take on graphs of the batch's own size, in its role's mode.
-
-        Mixed batches run eager where that takes no longer.
-        """
+        """Return what ``repeats`` passes take on graphs of the batch's own size, in its role's mode."""
         mode = self.modes.get(batch.role, GraphMode.NONE)
         is_decode = kind_of(batch, self._families[batch.role]) is Kind.DECODE
         lowered = mode.decode_mode if is_decode else mode.mixed_mode
@@ -325,6 +322,7 @@ class Prices:
         # Engines run decodes that have graphs of their own on them, whatever an eager pass takes.
         if own:
             return replays
+        # Mixed batches run eager where that takes no longer.
         eager = self._eager(batch, repeats)
         return replays if self.apart(batch.role, replays) < eager.milliseconds else eager
 

@@ -204,12 +204,9 @@ def serves(team: Team, decodes: Team) -> bool:
 
 
 def on_grid(domain: Domain, count: int, fine: int) -> int:
-    """Return the least size that holds ``count`` and is tried: each up to ``fine``, and fewer above it.
-
-    Thousands of sizes that differ by a token cost the same and take minutes to choose from.
-    """
+    """Return the least size that holds ``count`` and is tried: each up to ``fine``, and fewer above it."""
     size = domain.round_up(count)
-    # Above it, as many sizes in each doubling.
+    # As many sizes in each doubling: thousands that differ by a token cost the same and take minutes to choose from.
     if size > fine:
         apart = 1 << max(size.bit_length() - 6, 0)
         size = min(domain.round_up(-(-size // apart) * apart), domain.ceiling)
@@ -344,12 +341,10 @@ def waived(team: Team, others: Sequence[Team], costs: Costs, *, least: bool = Fa
 
 
 def eager_of(ladder: Ladder, costs: Costs) -> Curve | None:
-    """Return what passes take that no graph of a ladder serves; None: the profile has no such times of decodes.
-
-    Engines that never run decodes eager have none: vLLM's draft decodes (``profile --from OBSERVATION``).
-    """
+    """Return what passes take that no graph of a ladder serves; None: the profile has no such times of decodes."""
     if ladder.kind is Kind.MIXED:
         return costs.eager(ladder.role, ladder.query_len)
+    # Engines that never run decodes eager have none: vLLM's draft decodes (``profile --from OBSERVATION``).
     return costs.known((ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps))
 
 

@@ -118,12 +118,9 @@ def tensorrt_llm_requests(top: int, *, padding: bool) -> tuple[int, ...]:
 
 
 def tensorrt_llm_admitted(sizes: Sequence[int], most: int, *, padding: bool) -> tuple[int, ...]:
-    """Return the sizes TensorRT-LLM keeps when at most ``most`` requests can decode together.
-
-    With padding, the first size above is replaced by ``most`` itself.
-    """
+    """Return the sizes TensorRT-LLM keeps when at most ``most`` requests can decode together."""
     kept = [size for size in sizes if size <= most]
-    # Batches between the last kept size and ``most`` are padded to the latter.
+    # With padding the first size above is replaced by ``most`` itself.
     if padding and len(kept) < len(sizes) and most not in kept:
         kept.append(most)
     return tuple(kept)

@@ -51,10 +51,7 @@ class Context:
 
     @property
     def default_tokens(self) -> int:
-        """Default largest mixed size, in tokens: larger steps are bound by compute.
-
-        vLLM 0.33's platform ceiling: 1024 on the SM100 family, 512 elsewhere.
-        """
+        """Default largest mixed size, in tokens: vLLM 0.33's ceiling, above which steps are bound by compute."""
         return 1024 if self.environment.device.sm[0] == 10 else 512
 
 
