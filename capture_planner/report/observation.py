@@ -100,7 +100,6 @@ def _role(role: ObservedRole) -> Iterator[Part]:
     yield _kinds(role)
     if role.steps:
         yield from ("", _reasons(role), "", _batches(role))
-    # Graphs are listed by their steps.
     if role.graphs and role.steps:
         yield from ("", _graphs(role))
     if role.trials:
