@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
-    """Return the first of ascending items, of at least one, within which ``percent`` of all counts are."""
+    """Return the first of ascending counted items within which ``percent`` of all counts are; there must be some."""
     # Read twice: for the sum of the counts, and for the item.
     items = list(counts)
     left = sum(count for _, count in items) * percent / 100

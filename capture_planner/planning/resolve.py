@@ -42,7 +42,7 @@ class ResolvedMode:
     decisions: tuple[Decision, ...] = ()
 
     def step(self, rule: str, after: GraphMode, message: str, cause: GroupSupport | None = None) -> ResolvedMode:
-        """Return what follows from a rule, with its decision where the mode changes; ``cause``: of what backend."""
+        """Return what follows from a rule, with its decision where the mode changes; ``cause``: the deciding group."""
         if after is self.mode:
             return self
         step = _decision(self.role, rule, self.mode.value, after.value, message, cause)
