@@ -71,6 +71,7 @@ class Curve:
         index = bisect_left(sizes, tokens)
         if index < len(sizes) and sizes[index] == tokens:
             return times[index]
+        # Below the smallest size, or with one size only, no slope was measured.
         if index == 0 or len(sizes) == 1:
             return times[0]
         if index < len(sizes):
@@ -130,6 +131,7 @@ class Costs:
         it is hidden, so that a smaller graph is better than a larger one.
         """
         profile = self.profile
+        # Eager passes of drafters are the host's own work, so nothing hides them (``Profile.step``).
         curves = [each for each in profile.curves if each.role.is_drafter and each.mode is not GraphMode.NONE]
         if not profile.drafts_overlap or not curves:
             return 1.0
@@ -147,15 +149,8 @@ class Costs:
         return self.graph((role, GraphMode.NONE, query_len, draft_steps))
 
     def known(self, family: Family) -> Curve | None:
-        """Return the time of a pass by padded tokens; None where the profile has no such times of the role.
-
-        :param family: with the mode NONE, an eager pass.
-        """
+        """Return the time of a pass by padded tokens, with the mode NONE an eager one; None: the profile has none."""
         return self.graph(family) if self._alike(family) else None
-
-    def reach(self, family: Family) -> int:
-        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
-        return self._nearest(family).tokens[-1]
 
     def has_mode(self, role: Role, mode: GraphMode) -> bool:
         """Say whether graphs of a role were measured in this mode; else its times are assumed."""
@@ -187,13 +182,10 @@ class Costs:
                 yield f"times of {family_name(*family)} are taken from {known}, which the profile has{more}"
 
     def bounds(self, families: Mapping[Family, int]) -> Iterator[str]:
-        """Yield a sentence for each reach beyond which times are bounds from above.
-
-        :param families: graphs or eager passes, each with the most tokens at which its times count.
-        """
+        """Yield a sentence for each reach beyond which times are bounds; ``families``: each with its most tokens."""
         beyond: dict[int, list[str]] = {}
         for family, most in families.items():
-            if family[1] is not GraphMode.NONE and most > (reach := self.reach(family)):
+            if family[1] is not GraphMode.NONE and most > (reach := self._nearest(family).tokens[-1]):
                 beyond.setdefault(reach, []).append(family_name(*family))
         for reach, names in sorted(beyond.items()):
             yield (
@@ -224,11 +216,13 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     (_, mode, query_len, steps), (_, wanted_mode, wanted_len, wanted_steps) = key, family
     return (
         steps != wanted_steps,
+        # A single pass is nearer than a chain of another length, whose passes are known only together.
         steps is not None,
         abs((steps or 1) - (wanted_steps or 1)),
         mode is not wanted_mode,
         (query_len is None) is not (wanted_len is None),
         abs((query_len or 0) - (wanted_len or 0)),
+        # These break ties, so that a choice does not depend on the order of the profile.
         mode.value,
         query_len or 0,
     )

@@ -33,16 +33,14 @@ _UNKNOWN_WINDOW = """
 
 
 def find_config(argument: str) -> tuple[Path, str]:
-    """Return the config.json of a file, a folder or a name in the local Hugging Face cache, and the model's name.
-
-    Raises ``CapturePlannerError`` if no file is found.
-    """
+    """Return a config.json, by file, folder or cached name, and its model's name; raises ``CapturePlannerError``."""
     path = Path(argument)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CapturePlannerError(f"{argument}: the folder has no config.json")
         return path / "config.json", path.resolve().name
     if path.exists():
+        # Every model's file has this name, so the folder names the model.
         return path, path.resolve().parent.name if path.name == "config.json" else path.stem
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -65,6 +63,7 @@ def spec_from_config(path: Path, name: str) -> str:
     """
     try:
         config = json.loads(codec.read(path))
+    # Deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise CapturePlannerError(f"{path}: not JSON: {error}; give a model's config.json") from None
     try:
@@ -96,6 +95,7 @@ def spec_text(config: dict[str, Any], source: str, name: str) -> str:
     lines = [f"name: {json.dumps(name)}", *(f"{field}: {size}" for field, size in sizes.items())]
     lines.append(f"num_kv_heads: {_or_assumed(text, 'num_key_value_heads', heads, 'num_heads')}")
     draft = "{method: eagle3, num_tokens: 3}  # or method: eagle"
+    # Checkpoints of such models contain the MTP layers (DeepSeek-V3).
     mtp = text.get("num_nextn_predict_layers")
     if text.get("kv_lora_rank") is not None:
         rank, rope = _size(text, "kv_lora_rank"), _size(text, "qk_rope_head_dim")
@@ -105,6 +105,7 @@ def spec_text(config: dict[str, Any], source: str, name: str) -> str:
     else:
         lines.append(f"head_dim: {_or_assumed(text, 'head_dim', width // heads, 'hidden_size / num_heads')}")
         draft = "{method: mtp, num_tokens: 1}" if mtp else draft
+    # Older releases of transformers write torch_dtype.
     dtype = text.get("dtype") or text.get("torch_dtype")
     lines.append(f"dtype: {dtype}" if dtype in ("bfloat16", "float16", "float32") else f"dtype: bfloat16  # {ASSUMED}")
     if text.get("model_type") == "gpt_oss":
@@ -142,6 +143,7 @@ def _size(config: dict[str, Any], *keys: str) -> int:
     if key is None:
         raise CapturePlannerError(f"the configuration has no {keys[0]}; add it, or write the spec by hand")
     value = config[key]
+    # JSON's true is an int in Python too, but no size.
     if type(value) is not int or value < 1:
         raise CapturePlannerError(f"{key}: expected a whole number of at least 1, got {json.dumps(value)}")
     return value

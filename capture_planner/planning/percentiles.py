@@ -9,10 +9,8 @@ T = TypeVar("T")
 
 
 def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
-    """Return the first of ascending items, each with its count, within which ``percent`` of all counts are.
-
-    There must be some.
-    """
+    """Return the first of ascending counted items within which ``percent`` of all counts are; there must be some."""
+    # Read twice: for the sum of the counts, and for the item.
     items = list(counts)
     left = sum(count for _, count in items) * percent / 100
     for item, count in items:

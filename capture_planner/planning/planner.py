@@ -67,6 +67,7 @@ def plan(
         load = schedule.measurements
         # Other draft lengths may need other modes, so the roles are resolved again.
         resolved, roles = _resolved(replace(resolved, speculative=schedule.speculative), environment, registry)
+        # The modes were resolved for these draft lengths, so their decisions come first.
         roles[0].decisions[:0] = schedule.decisions
     for working in roles:
         working.choose_ladders(load)
@@ -83,12 +84,14 @@ def plan(
         # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
         if working.role.is_drafter or not has_graphs:
             working.settle_mode()
+    # Checked before the entries are made: there may be far too many.
     _refuse_excess(roles)
     if resolved.capture.policy is CapturePolicy.LAZY:
         leave_to_first_use(resolved, roles, load)
     written = tuple(map(_written, roles))
     forecast = None
     if measured is not None and measurements is not None:
+        # By the files that were given: the traffic of ``load`` is rewritten for the schedule.
         forecast = measured.forecast(_modes(roles), measurements)
     made = Plan.of(spec, environment, written, forecast=forecast, speculative=resolved.speculative)
     _refuse_unreadable(made)
@@ -96,10 +99,7 @@ def plan(
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple[Spec, list[RoleInProgress]]:
-    """Return each role with its backends and its resolved mode; the drafter's follow the target's.
-
-    The spec is returned as it was resolved: with the roles whose decodes can vary in length.
-    """
+    """Return the spec with the roles whose decodes can vary, and each role with its backends and its resolved mode."""
     groups = {role: ask_backends(spec, role, environment, registry) for role in spec.active_roles}
     spec, modes = resolve_roles(spec, groups)
     return spec, [RoleInProgress(spec, environment, role, groups[role], *modes[role]) for role in groups]
@@ -110,10 +110,7 @@ def _modes(roles: Iterable[RoleInProgress]) -> dict[Role, GraphMode]:
 
 
 def _fit_bounds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Drop graphs beyond what backends hold and the budget allows, of one kind and of all.
-
-    One decision of the first role says what the budget costs the plan.
-    """
+    """Drop graphs beyond what backends hold and the budget allows, with one decision on what the budget costs."""
     for working in roles:
         group = fewest_graphs(working.groups)
         if group is not None:
@@ -121,10 +118,12 @@ def _fit_bounds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
             full = [ladder for ladder in working.ladders if ladder.mode is GraphMode.FULL]
             why = f"{name} can hold {most} full graphs"
             _fit([working], full, most, Reason.BACKEND_CAP, "backend-max-graphs", why, name)
+    # Taken after the backends' limits: what a backend cannot hold is not the budget's cost.
     wanted = _ladders(roles)
     for kind in Kind:
         alike = [ladder for ladder in _ladders(roles) if ladder.kind is kind]
         _fit(roles, alike, spec.budget.allowed_of(kind), Reason.BUDGET, "budget")
+    # Kinds first: what their limits drop leaves room within the limit on all.
     bound = spec.budget.allowed_graphs()
     _fit(roles, _ladders(roles), None if bound is None else bound[0], Reason.BUDGET, "budget")
     left = _ladders(roles)
@@ -206,6 +205,7 @@ def _inputs(working: RoleInProgress) -> Iterator[MetadataField]:
         yield from () if spec.model.recurrent is None else STATE_FIELDS
         yield from () if spec.lora is None else LORA_FIELDS
     elif working.role is Role.DRAFT_PREFILL and speculative is not None and speculative.parallel_drafting:
+        # A draft model (PARD) reads no hidden states of the target.
         yield from () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
     if parallel.data > 1:
         yield from data_parallel_fields(parallel.data)
@@ -247,6 +247,7 @@ _OF_MOST_TOKENS = "decodes of {} to {} requests that no graph of mixed batches h
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     """Return the waivers of a role whose ladders are final."""
     tails = list(_decode_tails(working))
+    # A draft decode never has prompts.
     if working.role is not Role.DRAFT_DECODE:
         tails += _mixed_tails(working)
     has_mixed, loras = working.mixed_ladder is not None, lora_cases(working.role, working.spec)[-1]
@@ -255,9 +256,8 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
 
 def _message(tail: Waiver, *, has_mixed: bool) -> str:
     name = _OF_MOST_TOKENS if tail.max_query_len is not None and has_mixed else _NAMES[tail.kind]
-    return "; ".join(
-        filter(None, (f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}", tail.message))
-    )
+    why = f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}"
+    return f"{why}; {tail.message}" if tail.message else why
 
 
 def _decode_tails(working: RoleInProgress) -> Iterator[Waiver]:
@@ -291,6 +291,7 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
         reach = max(reach, min(tokens, mixed.max_num_reqs) if mixed.mode is GraphMode.FULL else tokens)
     ladder = own or mixed
     reason = Reason.MODE if ladder is None else ladder.cut or Reason.SIZES
+    # The graphs of mixed batches hold no more requests then, whatever tokens they have.
     if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
         reason = Reason.BACKEND_CAP
     return reach, reason, "" if ladder is None else ladder.price

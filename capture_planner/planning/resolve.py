@@ -42,10 +42,7 @@ class ResolvedMode:
     decisions: tuple[Decision, ...] = ()
 
     def step(self, rule: str, after: GraphMode, message: str, cause: GroupSupport | None = None) -> ResolvedMode:
-        """Return what follows from a rule, with its decision where the mode changes.
-
-        :param cause: the group whose backend is the reason.
-        """
+        """Return what follows from a rule, with its decision where the mode changes; ``cause``: the deciding group."""
         if after is self.mode:
             return self
         step = _decision(self.role, rule, self.mode.value, after.value, message, cause)
@@ -94,11 +91,12 @@ def _resolve(
     wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
     if target is None:
         # The spec's mode is the target's; drafters start from what became of it.
-        requested = wanted or spec.mode
-        return requested, resolve(role, requested, groups, max_query_len=query_len, piecewise=spec.piecewise)
+        start = ResolvedMode(role=role, mode=wanted or spec.mode)
+        return start.mode, resolve(start, groups, max_query_len=query_len, piecewise=spec.piecewise)
     assert spec.speculative is not None, "a drafter's role is active"
     if (reason := spec.speculative.model.eager_because) is not None:
-        return target, resolve_eager_drafter(role, target, reason)
+        message = f"the drafter has no graphs: {reason}"
+        return target, ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
     if role is Role.DRAFT_DECODE:
         return target, resolve_draft_decode(target, wanted, groups)
     modules = spec.speculative.is_modules
@@ -113,20 +111,14 @@ def weakest(groups: Sequence[GroupSupport]) -> GroupSupport:
 
 
 def resolve(
-    role: Role, requested: GraphMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
+    found: ResolvedMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
 ) -> ResolvedMode:
-    """Lower ``requested`` to what the weakest of ``groups`` can run. Idempotent.
+    """Lower a mode to what the weakest of ``groups`` can run. Idempotent.
 
     :param max_query_len: the longest uniform decode of the role, in tokens.
     :raises PlanningError: FULL is requested of a target whose backend has no full graphs at all.
         vLLM refuses that too; a drafter is lowered instead.
     """
-    return _resolved(ResolvedMode(role=role, mode=requested), groups, max_query_len, piecewise)
-
-
-def _resolved(
-    found: ResolvedMode, groups: Sequence[GroupSupport], max_query_len: int, piecewise: Piecewise
-) -> ResolvedMode:
     cause = weakest(groups)
     level, requested = cause.support.level, found.mode
     why = f"{cause.backend} declares {level.name}: {cause.support.reason}"
@@ -134,6 +126,7 @@ def _resolved(
     split = piecewise.split_attention
     without_full = _PIECEWISE if split else _NONE
 
+    # Mixed batches first: the mode that they are lowered to may keep full graphs of decodes.
     if requested.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
         if level is GraphSupport.NEVER and found.role is Role.TARGET:
             message = f"{requested.value} is not possible: {why.rstrip('.')}"
@@ -144,6 +137,7 @@ def _resolved(
         found = found.step("mixed-full-unsupported", after, message, cause)
     if found.mode.decode_mode is _FULL and level is GraphSupport.NEVER:
         found = found.step("decode-full-unsupported", without_full, f"full graphs are not possible: {why}", cause)
+    # With speculation a decode verifies 1 + K tokens of each request.
     if found.mode.decode_mode is _FULL and max_query_len > 1 and level < GraphSupport.UNIFORM_BATCH:
         message = f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, but {why}"
         found = found.step("speculative-decode-unsupported", without_full, message, cause)
@@ -169,7 +163,8 @@ def resolve_draft_prefill(
         vLLM 0.33 (``MultiModuleMTPSpeculator.init_cudagraph_manager``): between two modules tokens are drafted for
         each request, and PIECEWISE does not pad requests.
     """
-    found = _resolved(_start(Role.DRAFT_PREFILL, target, wanted), groups, max_query_len, piecewise)
+    start = _start(Role.DRAFT_PREFILL, target, wanted)
+    found = resolve(start, groups, max_query_len=max_query_len, piecewise=piecewise)
     if not modules:
         return found
     message = "between two modules tokens are drafted for each request, and PIECEWISE does not pad requests"
@@ -177,12 +172,9 @@ def resolve_draft_prefill(
 
 
 def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]) -> ResolvedMode:
-    """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE.
-
-    PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
-    of an earlier, larger batch (vllm#39773).
-    """
+    """Resolve later draft positions: FULL_DECODE_ONLY, or NONE. Never PIECEWISE."""
     found, cause = _start(Role.DRAFT_DECODE, target, wanted), weakest(groups)
+    # PIECEWISE does not pad requests: a backend would read entries of an earlier, larger batch (vllm#39773).
     if found.mode.decode_mode is not _FULL:
         message = (
             f"the target's decodes run {found.mode.decode_mode.value}, but draft decodes need full graphs: "
@@ -199,14 +191,10 @@ def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Se
 
 
 def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport]) -> Decision | None:
-    """Return why the decodes of a role cannot vary in length, or None if they can.
-
-    A full graph of them needs what one of mixed batches needs: kernels that read where each request begins on the
-    device. PIECEWISE and eager decodes run attention on the real requests, whatever their lengths.
-
-    :param mode: the role's, as resolved.
-    """
+    """Return why the decodes of a role cannot vary in length, or None if they can."""
     cause = weakest(groups)
+    # PIECEWISE and eager decodes run attention on the real requests; a full graph of decodes that vary needs what one
+    # of mixed batches needs: kernels that read on the device where each request begins.
     if mode.decode_mode is not _FULL or cause.support.level is GraphSupport.ALWAYS:
         return None
     message = (
@@ -216,16 +204,11 @@ def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport])
     return _decision(role, "varying-decode-unsupported", "varying", "uniform", message, cause)
 
 
-def resolve_eager_drafter(role: Role, target: GraphMode, reason: str) -> ResolvedMode:
-    """Resolve a role of a drafter that no graph can hold to NONE, with the drafter's reason (if there were graphs)."""
-    message = f"the drafter has no graphs: {reason}"[:500]
-    return ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
-
-
 def _start(role: Role, target: GraphMode, wanted: GraphMode | None) -> ResolvedMode:
     """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:
         return ResolvedMode(role=role, mode=target)
+    # As in vLLM, a drafter starts from the target's resolved mode and is only lowered.
     less = wanted < target
     message = f"the spec requests {wanted.value} for this role, the target resolved to {target.value}: " + (
         "the lower mode is used" if less else "a drafter's mode is never above its target's"
@@ -247,10 +230,7 @@ class Group(GroupSupport):
 
 
 def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
-    """Return the attention groups of a role with the support that their backends declare.
-
-    Raises ``PlanningError`` for a backend that is not installed.
-    """
+    """Return a role's attention groups and their support; raises ``PlanningError`` for a backend not installed."""
     groups = []
     for index, group in enumerate(groups_of(spec, role)):
         registered = _backend(spec, role, index, group, registry)

@@ -103,6 +103,7 @@ class RoleInProgress:
     def _note_limits(self) -> None:
         spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
         speculative = spec.speculative
+        # One schedule holds for all roles, so it is noted once, of the target.
         if speculative is not None and self.role is Role.TARGET:
             clamped = sorted({k for *_, k in speculative.ranges if k > speculative.num_tokens})
             if clamped:
@@ -113,7 +114,9 @@ class RoleInProgress:
             message = "the draft prefill makes the only draft token, so no draft decode follows"
             self.decide("draft-decode-never-runs", self.mode.value, GraphMode.NONE.value, message)
             self.resolved = attrs.evolve(self.resolved, mode=GraphMode.NONE)
+        # Draft decodes follow those of the target, whose limit is noted already.
         for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
+            # The drafter's additional rows count too (vLLM 0.33: ``max_num_new_slots_for_drafting``).
             width = 1 + k + extra_slots(spec)
             fits = limits.max_num_tokens // width
             if fits < last:
@@ -170,6 +173,7 @@ class RoleInProgress:
         )
 
     def _decode_ladder(self, family: DecodeFamily, sizes: Sizes, context: Context) -> Ladder:
+        # Sizes are multiples of the sequence-parallel step, so a cap between two of them is lowered.
         step, cap = family.requests.step, self.cap
         capped = family.requests if cap is None else family.requests.clipped(cap // step * step)
         choice = decode_sizes(sizes, capped, family.query_len, context, varies=family.varies).within(cap)
@@ -183,6 +187,7 @@ class RoleInProgress:
             varies=family.varies,
             draft_steps=family.draft_steps,
             max_num_reqs=self.spec.limits.max_num_reqs,
+            # A policy that ends below the cap is the reason itself.
             cut=Reason.BACKEND_CAP if capped != family.requests and choice.domain == capped else None,
         )
 
@@ -201,9 +206,11 @@ class RoleInProgress:
             domain,
             kind=Kind.MIXED,
             mode=self.mode.mixed_mode,
+            # Anchors bind measured sizes, which are chosen later, and recomputed ones as far as these have them.
             anchors=anchors
             if sizes.policy is Policy.MEASURED
             else tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
+            # PIECEWISE graphs run attention outside, so the backend's cap on requests does not bind them.
             max_num_reqs=min(most, self.cap or most) if full else most,
         )
 

@@ -74,20 +74,18 @@ def svg(plot: Plot, name: str) -> str:
     with matplotlib.rc_context(_STYLE):
         drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
+    # An XML declaration and a doctype cannot be inside a page.
     text = text[text.index("<svg") :]
+    # Ids, and references to them, must differ between the plots of a page.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     for ink, variable in _VARIABLES.items():
         text = text.replace(ink, f"var({variable})")
     return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
 
 
+@matplotlib.rc_context(_STYLE)
 def figure(plot: Plot) -> Figure:
     """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
-    with matplotlib.rc_context(_STYLE):
-        return _figure(plot)
-
-
-def _figure(plot: Plot) -> Figure:
     height = _bars_height(plot) if plot.has_bars else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
     figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
@@ -117,6 +115,7 @@ def _wrap(label: Text, text: str, room: float) -> None:
     """Write the label of an axis in as many lines as it needs to be no longer than its axis."""
     for width in range(60, 4, -4):
         label.set_text(textwrap.fill(printable(text), width))
+        # The y label is turned, so its length is its height.
         box = label.get_window_extent()
         if max(box.width, box.height) <= room:
             return
@@ -138,6 +137,7 @@ def _bars_height(plot: Plot) -> float:
 def _bars(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
     thickness, rows = 0.8 / len(shown), range(len(shown[0]))
     for index, (points, color) in enumerate(zip(shown, plot.colors, strict=True)):
+        # The bars of a row are centred on its tick.
         shift = (index - (len(shown) - 1) / 2) * thickness
         places, widths = [row + shift for row in rows], [y for _, y in points]
         axes.barh(places, widths, thickness * 0.92, color=_INKS[color], linewidth=0)
@@ -168,6 +168,7 @@ def _marks(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, f
 
 def _tick(value: float) -> str:
     """Write a value on an axis: integers in full, the rest with few digits."""
+    # Written in full these would overlap their neighbours.
     if abs(value) >= 1e9:
         return str(EngFormatter(sep="")(value))
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
@@ -178,6 +179,7 @@ def _fit(axis: Axis, wanted: PlotAxis, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if not wanted.log or high <= 0 or low < 0 or low == high:
         zero = low >= 0 and wanted.from_zero
+        # Equal values span nothing, and need a margin all the same.
         margin = 0.04 * (high - low) or abs(high) * 0.1
         _limits(axis, 0 if zero else low - (margin or 0.02), high + (margin or 1))
         _linear_ticks(axis, values)
@@ -190,6 +192,7 @@ def _fit(axis: Axis, wanted: PlotAxis, values: Sequence[float]) -> None:
     margin = (high / least) ** 0.04
     _limits(axis, -0.3 * least if low == 0 else low / margin, high * margin)
     axis.set_ticks(ticks := _log_ticks(low, least, high, base), labels=map(_tick, ticks))
+    # Matplotlib writes labels at the minor ticks of short logarithmic axes.
     axis.set_ticks([], minor=True)
 
 

@@ -67,6 +67,7 @@ def _graph_rows(manager: Manager) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _graphs(emulation: Emulation) -> str:
+    # Graphs of the encoder belong to no role, so they are not among the emulation's.
     encoder = sum(len(each.budgets) for each in emulation.encoders)
     return counted(len(emulation.graphs), "graph") + (f", and {encoder} of the encoder" if encoder else "")
 
@@ -96,16 +97,13 @@ def _batch_rows(
     manager: Manager, answers: Sequence[BatchAnswer]
 ) -> Iterator[tuple[str, GraphMode, str, str, str, str]]:
     """Yield which batches run how, for each kind and mode, and how far they are padded."""
-    rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
-    for one in answers:
-        if one.batch.role is manager.role:
-            decode = one.batch.kind is Kind.DECODE
-            batches = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
-            why = "" if one.answer.reason is None else str(one.answer.reason)
-            rows.setdefault((batches, one.answer.mode, why), []).append(one)
-    for (batches, mode, why), group in rows.items():
+    own = (one for one in answers if one.batch.role is manager.role)
+    kinds = grouped(own, lambda one: (one.batch.query_len, one.answer.mode, one.answer.reason))
+    for (query_len, mode, reason), group in kinds.items():
+        batches = "mixed, by tokens" if query_len is None else f"decodes of {query_len}, by requests"
         loras = sorted({one.batch.active_loras for one in group})
-        yield batches, mode, _ranges(group), "" if loras == [0] else sizes_text(loras), _padding(group), why
+        adapters = "" if loras == [0] else sizes_text(loras)
+        yield batches, mode, _ranges(group), adapters, _padding(group), "" if reason is None else str(reason)
 
 
 def _ranges(answers: Sequence[BatchAnswer]) -> str:
@@ -124,6 +122,7 @@ def _padding(answers: Sequence[BatchAnswer]) -> str:
 
 
 def _value(value: Any) -> str:
+    # A bool is an int too, but no size.
     if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
         return sizes_text(value)
     return "none" if value is None else str(value)
@@ -161,6 +160,7 @@ def findings_report(
     parts: list[Part] = []
     paragraphs = grouped(findings, _paragraph)
     for (title, fix, seen), alike in paragraphs.items():
+        # Roles share the fix; their messages may differ.
         messages = []
         for text, roles in grouped(alike, _unnamed).items():
             message = roles[0].diagnosis.message
@@ -170,6 +170,7 @@ def findings_report(
             messages.append(message)
         parts += [f"{title}: {'; '.join(messages)}", f"  fix: {fix}", f"  reported: {seen}"]
     if together is not None:
+        # A change of TensorRT-LLM may be keys of its YAML file, which no command line takes.
         flags = all(flag.startswith("-") for change in together.changes for flag, _ in change.flags)
         line = f"{program} {shlex.join(together.command)}" if flags else ", then ".join(map(str, together.changes))
         left = f"leaves {', '.join(together.left)}" if together.left else "leaves nothing to report"
@@ -203,6 +204,7 @@ def export_command(export: Export, output: Path | None) -> str:
 
 def launch_command(export: Export, plan_file: str, program: str) -> str:
     """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
+    # The plan itself replaces all other settings.
     settings = {name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
     # vLLM's server takes the model without a flag.
     model = [str(settings.pop("model"))] if "model" in settings else []
@@ -231,6 +233,7 @@ def export_report(export: Export, output: Path | None, launch: str | None) -> Re
 
 
 def _losses(export: Export) -> Iterator[Part]:
+    # A plugin names the losses that it knows; the proof compares the answers themselves.
     if not export.losses:
         if export.proof is not None and export.proof.loss is None:
             yield TonedText("nothing of the plan is lost", "good")

@@ -48,10 +48,7 @@ class Drift:
 def check_report(
     placed: Sequence[FileFinding], drift: Sequence[Drift], budgets: Sequence[str], files: int, other: str
 ) -> Report:
-    """Return one finding a line, as compilers write them, what budgets cost, and how many findings there are.
-
-    :param other: what a drift is a difference from, in words.
-    """
+    """Return a finding a line, what budgets cost, and how many findings; ``other``: what a drift differs from."""
     counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
     found = [counted(count, severity.value) for severity, count in counts.items() if count]
     found += [f"{counted(len(drift), 'difference')} {other}"] if drift else []
@@ -73,6 +70,7 @@ def changes_report(changes: Sequence[str], same: str, notes: Sequence[str] = ())
 def _placed(placed: FileFinding) -> dict[str, Any]:
     finding = placed.finding
     if isinstance(finding, EngineFinding):
+        # These are reported without a file too, and so have a hook of their own.
         own: dict[str, Any] = plain(finding)
     else:
         own = finding_json(finding, finding.diagnostic, remedy=finding.rule.remedy)
@@ -89,12 +87,9 @@ def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
         for p in placed
     ]
     for (file, line, column), alike in grouped(drift, lambda d: (d.file, d.line, d.column)).items():
-        place = f"file={_property(file)},line={line},col={column}"
-        lines.append(f"::error {place},title={DRIFT_CODE} drift::{_escaped(NEWLINE.join(d.message for d in alike))}")
+        place, text = f"file={_property(file)},line={line},col={column}", "\n".join(d.message for d in alike)
+        lines.append(f"::error {place},title={DRIFT_CODE} drift::{_escaped(text)}")
     return "\n".join(lines)
-
-
-NEWLINE = "\n"
 
 
 def _escaped(text: str) -> str:
@@ -102,6 +97,7 @@ def _escaped(text: str) -> str:
 
 
 def _property(text: str) -> str:
+    # Colons and commas separate the properties of a workflow command.
     return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 

@@ -90,6 +90,7 @@ def _accepted(observation: Observation) -> Iterator[str]:
     for position, count in enumerate(drafted):
         taken = accepted[position] if position < len(accepted) else 0
         yield f"draft {position + 1}: {taken / count:.1%}" if count else f"draft {position + 1}: none proposed"
+    # Each request that drafts in a step has a draft at the first position.
     if drafted[0]:
         yield f"{1 + sum(accepted) / drafted[0]:.2f} tokens per request and step"
 
@@ -197,6 +198,7 @@ def _batches(role: ObservedRole) -> Grid:
         )
         for count in role.batches[:MAX_ROWS]
     ]
+    # The last row makes the shares add up to all steps.
     others = role.steps - sum(count.steps for count in role.batches[:MAX_ROWS])
     if others:
         rows.append(("other batches", *_share(others, role), "", ""))
@@ -210,7 +212,9 @@ def _graphs(role: ObservedRole) -> Grid:
         (
             str(graph.entry),
             *_share(graph.replays, role),
-            *(_figure(getattr(graph, name), form) for name, form in _COSTS.items()),
+            _figure(graph.milliseconds, ".3f"),
+            _figure(graph.seconds, ".3f"),
+            _figure(graph.mib, ".2f"),
         )
         for graph in by_steps[:MAX_ROWS]
     ]
@@ -218,9 +222,6 @@ def _graphs(role: ObservedRole) -> Grid:
         rest = sum(graph.replays for graph in more)
         rows.append((counted(len(more), "other graph"), *_share(rest, role), "", "", ""))
     return Grid.of(("graph", "steps", "share", "replay ms", "capture s", "MiB"), rows, text=1)
-
-
-_COSTS = {"milliseconds": ".3f", "seconds": ".3f", "mib": ".2f"}
 
 
 # Data-parallel ranks -----------------------------------------------------------------------------

@@ -30,10 +30,9 @@ def require_page() -> None:
 
 
 def page(report: Report) -> str:
-    """Return the page: the sections that ``terminal.tables`` prints, with charts; each plot has its
-    numbers in a table below it. Below 2 MB at any length.
+    """Return the page: the sections that ``terminal.tables`` prints, with charts and their numbers in tables.
 
-    Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
+    Below 2 MB at any length. Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
     """
     require_page()
     import jinja2
@@ -71,6 +70,7 @@ def number(value: float | str | None) -> str:
         return "none"
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:,.0f}"
+    # Written out, such a number is mostly zeros.
     if not 1e-6 <= abs(value) < 1e15:
         return f"{value:.{DIGITS - 1}e}"
     return f"{value:,.{max(0, DIGITS - 1 - math.floor(math.log10(abs(value))))}f}"
@@ -87,6 +87,7 @@ def plot_grid(plot: Plot) -> Grid:
     def y_text(y: float | None) -> str:
         return number(None if y is None else y / y_scale)
 
+    # Counts differ by series, so each point needs a row of its own.
     if plot.has_common_x and not any(one.counts for one in plot.series):
         heads = [y_head] if len(plot.series) == 1 else [f"{one.name} ({y_unit})" for one in plot.series]
         columns = zip(*(one.points for one in plot.series), strict=True)

@@ -56,6 +56,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
 @json_of(CapturedGraph)
 def _graph(graph: CapturedGraph) -> dict[str, Any]:
     entry = plain(graph.entry)
+    # An entry of a plan has these keys always; most graphs of engines have no use for them.
     own = {name: entry.pop(name) for name in ("max_query_len", "draft_steps")}
     optional = own | {"max_query_len": graph.max_query_len}
     return {"role": graph.role.value, **entry} | {name: value for name, value in optional.items() if value is not None}
@@ -66,13 +67,9 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     answers = walk(emulation)
     rows = grouped(answers, lambda one: (one.answer.mode, one.answer.reason))
     return {
-        "engine": emulation.engine,
-        "version": emulation.version,
+        **plain_some(emulation, "engine", "version"),
         "verdict": plain(verdict(emulation, answers)),
-        "assumptions": plain(emulation.assumptions),
-        "notes": plain(emulation.notes),
-        "sizes": plain(emulation.sizes),
-        "graphs": plain(emulation.graphs),
+        **plain_some(emulation, "assumptions", "notes", "sizes", "graphs"),
         "mode": plain(emulation.modes),
         "decisions": [
             plain_some(decision, "rule", "role", "before", "after", "message") for decision in emulation.decisions
@@ -102,6 +99,7 @@ def finding_json(finding: Finding | EngineFinding, reported: Diagnostic | Diagno
 
 @json_of(EngineFinding)
 def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
+    # Without an observation the batches concerned are counted; with one, the steps.
     if finding.total is None:
         return finding_json(finding, finding.diagnosis, count=finding.diagnosis.count, mend=finding.fix)
     own = {"count": finding.diagnosis.count, "steps": finding.steps, "of": finding.total, "remedy": finding.fix}

@@ -69,6 +69,7 @@ def _span(first: int, last: int) -> str:
 def _waived(role: RolePlan) -> Iterator[str]:
     for waiver in role.waivers:
         unit = "tokens, mixed" if waiver.kind is Kind.MIXED else f"requests of {waiver.query_len}"
+        # Varying decodes have no query length of their own.
         unit = unit if waiver.max_query_len is None else f"requests of up to {waiver.max_query_len}"
         yield f"{_span(waiver.first, waiver.last)} {unit} ({waiver.reason})"
 
@@ -159,16 +160,14 @@ def _on_first_use(plan: Plan) -> str:
 
 
 def budget_line(plan: Plan) -> str | None:
-    """Say which limit of the budget was reached, and what that costs; of measured sizes, what they take of each limit.
-
-    None for a plan without a budget.
-    """
+    """Say which limit of the budget was reached at what cost, or what measured sizes take of each; None: no budget."""
     decisions = (decision for role in plan.roles for decision in role.decisions)
     found = next((decision.message for decision in decisions if decision.rule == PRICE_RULE), None)
     if found is not None:
         return f"budget: {found}"
     if plan.forecast is not None:
         return _measured_line(plan.budget, plan.forecast)
+    # ``Budget.bounds`` are those on all graphs together.
     kinds = {"decode": plan.budget.graphs.decode, "mixed": plan.budget.graphs.mixed}
     bounds = [text for _, text in plan.budget.bounds()] + [f"graphs.{k} {most:g}" for k, most in kinds.items() if most]
     return f"budget: no limit is reached ({', '.join(bounds)})" if bounds else None
@@ -201,7 +200,9 @@ def explanation_report(explained: Explanation, *seen: str) -> Report:
 
 def coverage_report(walked: Coverage | ObservedCoverage) -> Report:
     """Return the report of all admissible batches by role: what serves them, and how much of that is padding."""
-    lazy = _lazy_graphs(walked)
+    lazy: dict[Role, frozenset[Entry]] = {}
+    if isinstance(walked, Coverage) and walked.plan.num_lazy:
+        lazy = {role.role: frozenset(role.lazy) for role in walked.plan.roles}
     rows = []
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
@@ -227,13 +228,6 @@ def coverage_report(walked: Coverage | ObservedCoverage) -> Report:
     grid = Grid.of(("role", "batches", "LoRA", "served by", *numbers), rows, text=4)
     section = Section(name="coverage", title="", parts=(grid,))
     return Report(kind="coverage", title="Every admissible batch", sections=(section,))
-
-
-def _lazy_graphs(walked: Coverage | ObservedCoverage) -> dict[Role, frozenset[Entry]]:
-    """Return the graphs that are captured on first use, by role; empty where none is."""
-    if isinstance(walked, ObservedCoverage) or not walked.plan.num_lazy:
-        return {}
-    return {role.role: frozenset(role.lazy) for role in walked.plan.roles}
 
 
 def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Covered]]:
@@ -333,6 +327,7 @@ def backends_report(backends: Sequence[BackendSupport], *, reasons: bool) -> Rep
         parts = (Grid.of(("backend", "version", "role", "group", "support", "because"), rows),)
     else:
         environments = dict.fromkeys(s.environment for backend in backends for s in backend.support)
+        # A backend is shown by its weakest group; the reasons have all of them.
         levels = (
             (name, *(_SHORT[min(s.level for s in each.support if s.environment == name)] for each in backends))
             for name in environments

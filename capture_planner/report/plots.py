@@ -115,6 +115,7 @@ class Series:
     dash: Dash = attrs.field(default="-", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        # An omitted count would move all counts after it to other points.
         if len(self.counts) not in (0, len(self.points)):
             raise ValueError(
                 f"the series {self.name!r} has {len(self.points)} points and {len(self.counts)} counts: "
@@ -140,6 +141,7 @@ class Plot:
             raise ValueError(f"the plot {self.title!r} has two series of one name: {', '.join(names)}")
         if self.has_bars and not (self.has_common_x and all(one.mark is Mark.BARS for one in self.series)):
             raise ValueError(f"the plot {self.title!r} has bars: expected bars of the same x in all its series")
+        # A name has no place on an axis of numbers.
         if not self.has_bars and any(isinstance(x, str) for one in self.series for x, _ in one.points):
             raise ValueError(f"the plot {self.title!r} has names as x: only BARS stand at names")
 
@@ -168,6 +170,7 @@ class Plot:
         """Return for x and for y the unit that is shown, and what values are divided by for it."""
         xs = (x for one in self.series for x, _ in one.points if not isinstance(x, str))
         ys = (y for one in self.series for _, y in one.points if y is not None)
+        # An infinite value would choose the largest unit for all others.
         return self.x.scale(xs), self.y.scale(y for y in ys if math.isfinite(y))
 
     @property

@@ -19,6 +19,7 @@ def profile_report(profile: Profile) -> Report:
     title = f"{profile.source}: {counted(sizes, 'size')} of {profile.model.name} on {profile.device.name}"
     sections = [Section(name="profile", title=title, parts=(Grid.facts(_facts(profile)),))]
     for number, curve in enumerate(profile.curves):
+        # The role and the mode are in the heading already.
         kind = family_name(*curve.key).partition(" (")[2].rstrip(")")
         heading = f"{curve.role.value} {ran(curve.mode)}, {kind}"
         grid = Grid.of(("tokens", "ms"), staircase(curve), text=0)
@@ -40,6 +41,7 @@ def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "command", profile.command
     if profile.context is not None:
         yield "context", f"{counted(profile.context, 'token')} of each request"
+    # Without an overhead a step takes its passes alone.
     if profile.step(1, 0.0):
         each = f" and {profile.step_milliseconds_per_request:.4f} ms for each request"
         more = each if profile.step_milliseconds_per_request else ""
@@ -64,6 +66,7 @@ def staircase(curve: CostCurve, flat: float = FLAT) -> Iterator[tuple[str, str]]
 def _step(points: Sequence[tuple[int, float]]) -> tuple[str, str]:
     (first, fastest), (last, slowest) = points[0], points[-1]
     tokens = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    # Times that are written alike are no range.
     same = f"{fastest:.3f}" == f"{slowest:.3f}"
     return tokens, f"{fastest:.3f}" if same else f"{fastest:.3f} to {slowest:.3f}"
 

@@ -10,6 +10,7 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
 from capture_planner.codec import json_of, plain
+from capture_planner.codec.plain import plain_some
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -45,17 +46,13 @@ def _json(report: RankReport) -> dict[str, Any]:
     return ({"title": report.title} if report.title else {}) | {
         "role": plain(agreement.vector.role),
         "mode": agreement.answers[0].dispatch.mode.value,
-        "entry": plain(agreement.entry),
-        "reason": plain(agreement.reason),
-        "joint": plain(agreement.joint),
-        "draft_tokens": agreement.draft_tokens,
+        **plain_some(agreement, "entry", "reason", "joint", "draft_tokens"),
         "ranks": [
             {
                 "idle": submitted.batch is None,
                 "captured": submitted.captured,
                 "runs": plain(answer.batch),
-                "padded_tokens": answer.dispatch.padded_tokens,
-                "padded_reqs": answer.dispatch.padded_reqs,
+                **plain_some(answer.dispatch, "padded_tokens", "padded_reqs"),
                 "message": reason,
             }
             for submitted, answer, reason in ranks
@@ -69,10 +66,7 @@ def cases_json(reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankReport, ...]:
-    """Return vectors of ``num_ranks`` ranks that a deployment of this plan meets.
-
-    None where the schedule never sends a decode of the role.
-    """
+    """Return vectors of ``num_ranks`` ranks that a deployment meets; empty where the role never runs a decode."""
     plan = dispatcher.plan
     families = decode_families(role, plan)
     if not families:
@@ -84,6 +78,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
         for count in (first, (first + last) // 2, last)
     }
     most = max(lengths)
+    # Only a few counts of each range are listed, so half the most need not be one of them.
     middle = min(lengths, key=lambda count: (abs(count - most // 2), count))
 
     def decode(count: int, active_loras: int = 0) -> Submission:
@@ -96,6 +91,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)
     vectors = [("every rank has the same decodes", (usual, *others)), ("one rank has fewer requests", (few, *others))]
+    # Without a schedule all ranks draft the same number of tokens.
     if len({family.query_len for family in families}) > 1:
         last = max(lengths, key=lambda count: (lengths[count] != lengths[middle], -count))
         vectors.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))

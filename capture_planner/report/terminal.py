@@ -49,6 +49,7 @@ def _part(part: Part) -> RenderableType:
         return _table(part)
     text = _cell(part)
     if tone_of(part) == "verbatim":
+        # A broken command cannot be copied to a shell.
         text.no_wrap, text.overflow = True, "ignore"
     return text
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from capture_planner.codec.plain import plain_some
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
@@ -29,10 +30,7 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
         counts[batch.role, batch.num_reqs, batch.num_tokens, batch.query_len] += batch.count
     names = ("role", "num_reqs", "num_tokens", "query_len")
     return {
-        "steps": traffic.steps,
-        "lines": traffic.lines,
-        "seconds": traffic.seconds,
-        "skipped": traffic.skipped,
+        **plain_some(traffic, "steps", "lines", "seconds", "skipped"),
         "batches": [dict(zip(names, shape, strict=True)) | {"count": count} for shape, count in counts.items()],
         "sources": traffic.sources,
         "notes": (*traffic.notes, *notes),
@@ -43,6 +41,7 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
 def traffic_report(traffic: Traffic) -> Report:
     """Return the report: a summary by role, the most frequent shapes of each, and notes."""
     roles = grouped(traffic.batches, lambda batch: batch.role)
+    # An answer that rests on an assumption says so in its first line.
     assumed = next((note for note in traffic.notes if note.startswith("assumed ")), None)
     title = counted(traffic.steps, "step") if assumed is None else f"{counted(traffic.steps, 'step')} ({assumed})"
     rows = [_summary(role, batches) for role, batches in roles.items()]
@@ -73,6 +72,7 @@ def _facts(traffic: Traffic) -> Iterator[tuple[str, str]]:
 
 def _summary(role: Role, batches: Sequence[TrafficCount]) -> tuple[str, ...]:
     steps = sum(batch.count for batch in batches)
+    # None is counted too: not every source tells decodes from prompts.
     kinds: Counter[bool | None] = Counter()
     for batch in batches:
         kinds[batch.past_prompt] += batch.count

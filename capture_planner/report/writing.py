@@ -154,6 +154,7 @@ def ran(mode: GraphMode) -> str:
 def extent(entry: Entry) -> str:
     """Write an entry's size without its mode, for a row that has the mode in a cell of its own."""
     text = str(entry).removeprefix(f"{entry.mode.value} ")
+    # The total follows from the requests where each has the same number of tokens.
     return text if entry.tokens_each is None or entry.num_reqs is None else text.partition(", ")[2]
 
 
@@ -179,6 +180,7 @@ def percent(share: float) -> str:
     """Write a share; nothing that is not all or none is rounded to it."""
     if share in (0, 1):
         return f"{share:.0%}"
+    # 0.0% would read as none.
     if 0 < share < 0.001:
         return "<0.1%"
     return ">99.9%" if 0.999 < share < 1 else f"{share:.1%}"

@@ -158,7 +158,7 @@ def test_the_nearest_family_stands_for_one_that_was_not_measured(known: list[Fam
             more = f", and {1.3 * (1 + index):.3g} ms more for the pieces, up to the eager time"
         assert costs.graph(family)(1) == pytest.approx(time)
         assert costs.known(family) == costs.graph(family)
-        assert costs.reach(family) == 5 + index
+        assert costs.graph(family).reach == 5 + index
         told = [f"times of {family_name(*family)} are taken from {family_name(*key)}, which the profile has{more}"]
         assert list(costs.assumptions([family])) == (told if key != family else [])
 

@@ -6,6 +6,7 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.resolve import (
     GroupSupport,
+    ResolvedMode,
     resolve,
     resolve_draft_decode,
     resolve_draft_prefill,
@@ -23,8 +24,9 @@ def group(level, name="all"):
 
 def test_resolve_rejects_full_without_full_graph_support():
     """As in vLLM."""
+    full = ResolvedMode(role=Role.TARGET, mode=GraphMode.FULL)
     with pytest.raises(PlanningError) as caught:
-        resolve(Role.TARGET, GraphMode.FULL, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise())
+        resolve(full, [group(GraphSupport.NEVER)], max_query_len=1, piecewise=Piecewise())
     assert str(caught.value) == (
         "mode: FULL is not possible: alpha declares NEVER: SM75; "
         "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
@@ -56,8 +58,7 @@ def test_drafter_mode_other_than_the_targets_is_a_decision(wanted, rule, after, 
 def test_decisions_without_a_backend_name_none():
     """Neither the pieces of a model nor the nature of a draft decode is a backend's doing."""
     pieces = resolve(
-        Role.TARGET,
-        GraphMode.FULL_AND_PIECEWISE,
+        ResolvedMode(role=Role.TARGET, mode=GraphMode.FULL_AND_PIECEWISE),
         [group(GraphSupport.ALWAYS)],
         max_query_len=1,
         piecewise=Piecewise(capturable=False),
@@ -81,7 +82,8 @@ def test_decisions_without_a_backend_name_none():
 def test_decodes_of_two_tokens_need_uniform_batch(query_len, mode):
     """K = 1 is speculation: a backend for single tokens cannot run it in a full graph."""
     groups = [group(GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE)]
-    found = resolve(Role.TARGET, GraphMode.FULL_DECODE_ONLY, groups, max_query_len=query_len, piecewise=Piecewise())
+    decodes = ResolvedMode(role=Role.TARGET, mode=GraphMode.FULL_DECODE_ONLY)
+    found = resolve(decodes, groups, max_query_len=query_len, piecewise=Piecewise())
     assert found.mode is mode
 
 

@@ -178,9 +178,9 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
     assert table.next_graph_ms == pytest.approx(max(gains) / (NANO * SCALE), rel=1e-9)
     shared = [each for each in table.decisions if each.message.endswith("so both have the same sizes")]
     assert bool(shared) == any(len(team) > 1 for team in problem.teams)
-    weight = sum(float(prior_share(number)) * number for number in map(problem.demand.passes, problem.alive))
-    passes = sum(map(problem.demand.passes, problem.alive))
-    assert table.prior == pytest.approx(weight / passes if passes else 1.0)
+    passes = [problem.demand.passes[each] for each in problem.alive]
+    weight = sum(float(prior_share(number)) * number for number in passes)
+    assert table.prior == pytest.approx(weight / sum(passes) if any(passes) else 1.0)
 
 
 @given(problems(), st.data())

@@ -13,7 +13,13 @@ from capture_planner.codec import load_environment, load_spec
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.planner import plan as make_plan
-from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import (
+    GroupSupport,
+    ResolvedMode,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+)
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
@@ -81,8 +87,7 @@ def result(requested, level, long, split, capturable, drafter=False):
     """Resolve; None where there is an error."""
     try:
         return resolve(
-            Role.DRAFT_PREFILL if drafter else Role.TARGET,
-            requested,
+            ResolvedMode(role=Role.DRAFT_PREFILL if drafter else Role.TARGET, mode=requested),
             [group(level)],
             max_query_len=4 if long else 1,
             piecewise=Piecewise(split_attention=split, capturable=capturable),
@@ -129,7 +134,8 @@ LEVELS = st.lists(st.sampled_from(GraphSupport), min_size=1, max_size=4)
 def test_the_weakest_group_decides_and_is_named(levels, requested, long):
     """Law 6: a role's support is the weakest of its groups; a decision names the group it blames."""
     groups = [group(level, f"g{i}", f"b{i}") for i, level in enumerate(levels)]
-    found = resolve(Role.TARGET, requested, groups, max_query_len=4 if long else 1, piecewise=Piecewise())
+    start = ResolvedMode(role=Role.TARGET, mode=requested)
+    found = resolve(start, groups, max_query_len=4 if long else 1, piecewise=Piecewise())
     assert found.mode is expected(requested, min(levels), long, True, True, False)
     blamed = levels.index(min(levels))
     assert {(d.group, d.backend) for d in found.decisions} <= {(f"g{blamed}", f"b{blamed}")}

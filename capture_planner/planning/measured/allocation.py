@@ -194,6 +194,7 @@ def _prices(groups: Sequence[SizeGroup], bounds: Sequence[int]) -> _Prices:
             # The least price at which what is taken is within the bound lies between the last two powers.
             while True:
                 each[index] = high
+                # Above the cost of the fewest sizes a higher price changes no choice.
                 if taken()[0][index] <= bound or high > dearest:
                     break
                 low, high = high, 4 * high

@@ -12,12 +12,12 @@ from fractions import Fraction
 import attrs
 
 from capture_planner.errors import PlanningError, Problem
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import Reason, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.bounds import MICRO, BudgetBounds
 from capture_planner.planning.measured.search import Aim, BudgetedTable, Limit, SizedGroup, table_within
 from capture_planner.planning.measured.steps import LadderAnswers, Modes, Prices, Steps, judge, passes_of, steps_of
-from capture_planner.planning.measured.teams import NANO, SCALE, Demand, prior_share
+from capture_planner.planning.measured.teams import NANO, SCALE, Demand, eager_of, prior_share
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.program import TAIL
@@ -125,7 +125,7 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         real = judge(answer, steps, costs, spec, modes).percentile(float(objective[1:]))
         said = tuple(_about_tail(objective, steps, expected, real))
     # The prior's part of the weight of all passes.
-    passes = [demand.passes(ladder) for ladder in active]
+    passes = [demand.passes[ladder] for ladder in active]
     share = sum(float(prior_share(each)) * each for each in passes) / sum(passes) if any(passes) else 1.0
     reach = {ladder.family: ladder.sizes[-1] * ladder.unit for ladder in table.ladders if ladder.sizes}
     notes = (
@@ -218,6 +218,7 @@ def _gaining(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs: C
         graphs = [costs.replay(ladder.family) for ladder in mixed]
         eager = [costs.eager(ladder.role, ladder.query_len) for ladder in mixed]
         least = max((0, *mixed[0].anchors))
+        # From the top: a graph of the largest size that gains serves all counts below it.
         sizes = range(domain.ceiling, least, -domain.step)
         gaining = (n for n in sizes if sum(curve(n) for curve in graphs) < sum(curve(n) for curve in eager))
         top = next(gaining, least)
@@ -228,6 +229,7 @@ def _gaining(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs: C
 
 def _sentence(ladder: Ladder, groups: Sequence[SizedGroup], steps: int) -> str:
     for each in groups:
+        # Sizes and LoRA cases have changed since, and a ladder's text has neither.
         if ladder.sizes and any(str(own) == str(ladder) and own.role is ladder.role for own in each.team.ladders):
             # What the batch of a percentile weighs says nothing of a mean step.
             cost, least = each.cost % TAIL, each.group.problem.every_size % TAIL
@@ -246,27 +248,26 @@ def _next_graph(groups: Sequence[SizedGroup]) -> float:
         more = each.group.program.value(len(each.sizes) + 1) if len(each.sizes) < each.group.program.most else None
         if more is not None:
             graphs = sum(len(ladder.reduced.cases) for ladder in each.team.ladders)
+            # Of the mean only: the weight of a percentile's batch is no cost.
             gains.append((each.cost % TAIL - more % TAIL) / graphs)
     return max(gains) / (NANO * SCALE)
 
 
 def _priced(ladder: Ladder, costs: Costs) -> Ladder:
     """Say what is lost above a ladder's largest size."""
-    family, unit = ladder.family, ladder.unit
     # All of its batches run eager; the largest one loses most.
     if ladder.cut is Reason.BUDGET:
-        count = ladder.last
-        eager = costs.known((ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps))
+        eager, tokens = eager_of(ladder, costs), ladder.last * ladder.unit
         if eager is None:
             return attrs.evolve(ladder, price=f"the profile has no eager times of {ladder.role}")
-        loss = eager(count * unit) - costs.replay(family)(count * unit)
-        return attrs.evolve(ladder, price=f"at {count} that takes {loss:.3g} ms more than a graph")
+        loss = eager(tokens) - costs.replay(ladder.family)(tokens)
+        return attrs.evolve(ladder, price=f"at {ladder.last} that takes {loss:.3g} ms more than a graph")
     if ladder.kind is Kind.DECODE or not ladder.sizes:
         return ladder
     # Decodes are covered to the last; of mixed batches those above the largest size run eager.
-    first = ladder.sizes[-1] + 1
-    loss = costs.eager(ladder.role, None)(first) - costs.replay(family)(first)
-    bound = "at least " if first > costs.reach(family) and loss > 0 else ""
+    first, replay = ladder.sizes[-1] + 1, costs.replay(ladder.family)
+    loss = costs.eager(ladder.role, None)(first) - replay(first)
+    bound = "at least " if first > replay.reach and loss > 0 else ""
     price = f"at {first} that takes {bound}{loss:.3g} ms more than a graph" if loss > 0 else _NO_GAIN.format(first)
     return attrs.evolve(ladder, price=price)
 
@@ -281,7 +282,7 @@ def _about_ladders(
     fewer = [str(new) for old, new in pairs if old.cases != new.cases and new.sizes]
     if fewer:
         yield f"fewer LoRA cases leave more sizes, and the profile has no times by adapters: {', '.join(fewer)}"
-    for name in dict.fromkeys(str(new) for old, new in pairs if new.sizes and not demand.passes(old)):
+    for name in dict.fromkeys(str(new) for old, new in pairs if new.sizes and not demand.passes[old]):
         yield f"no batch of {name} was observed: its sizes are those that hold the bound on the worst step"
 
 

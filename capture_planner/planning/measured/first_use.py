@@ -37,6 +37,7 @@ def leave_to_first_use(spec: Spec, roles: Sequence[RoleInProgress], measurements
         for each, repeats in passes_of(batch, spec):
             entry = answer(each)
             if entry is not None:
+                # One replay of a fused chain is all passes of its role in the step.
                 uses[each.role, entry] += count * (repeats if entry.draft_steps is None else 1)
     why = (
         f"captured at start is what saves as much time in the {counted(steps.total, 'step')} of the traffic as its "
@@ -53,10 +54,7 @@ def _largest(ladder: Ladder) -> tuple[int, ...]:
 
 
 def _worth(ladder: Ladder, uses: Uses, costs: Costs, seconds: float) -> list[int]:
-    """Return the sizes of a ladder that are captured at start, the largest first.
-
-    :param seconds: what the capture of a graph takes where the profile does not say.
-    """
+    """Return the sizes captured at start, the largest first; ``seconds``: of a capture where the profile has none."""
     curve, cost = costs.known(ladder.family), costs.cost_of(ladder.family)
     always, kept = _largest(ladder), list[int]()
     for size in reversed(ladder.sizes):
@@ -66,6 +64,7 @@ def _worth(ladder: Ladder, uses: Uses, costs: Costs, seconds: float) -> list[int
         saved = 0.0
         # Without the size its passes run on the next larger one that is kept.
         if curve is not None and kept:
+            # Passes are in milliseconds, captures in seconds.
             saved = passes * (curve(kept[-1] * ladder.unit) - curve(tokens)) / 1000
         # A graph that no pass needs saves nothing, even where its capture takes no time.
         if size in always or (passes and saved >= each * len(entries)):

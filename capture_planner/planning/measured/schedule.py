@@ -1,19 +1,15 @@
 """Draft lengths: K by batch size and capture sizes, in one decision that gives the most accepted tokens per second.
 
 The weights are work, not steps and not time. Requests need the same tokens whatever K is, and the traffic says at
-which batch sizes those tokens were made. With another K a batch of n requests takes another number of steps for them,
-so the number of steps at n is no given: it goes with one over the tokens of a step. Nor is the time at n, which goes
-with one over the rate; it is given only where callers wait for nothing, so that a faster engine writes more text. Given
-the tokens of each n, W(n), the throughput is
+which batch sizes those tokens were made. Steps and time at a batch size are not fixed: they depend on K. Given the
+tokens of each n, W(n), the throughput is
 
     sum of W(n) / sum of W(n) / rate(n, K(n)),
 
 and its numerator is a constant. So the ratio is largest where the time is least: a sum over batch sizes, which a
-dynamic programme minimises exactly. (With steps as weights both halves would depend on K, and Dinkelbach's method would
-repeat the same programme; it would also favour a K for the tokens that its extra steps make of nothing.)
+dynamic programme minimises exactly. With steps as weights both halves would depend on K.
 
-What this leaves out: where requests finish sooner, fewer run at once, so the weights themselves move towards smaller
-batches. The schedule is best for the batch sizes of the traffic.
+Where requests finish sooner, fewer run at once; the schedule is best for the batch sizes of the traffic.
 
 A size of a range is a graph of each role that has graphs: target and draft prefill run on the same padded batch
 (vLLM 0.33: the draft prefill takes over the target's), and the draft decodes on the same number of requests.
@@ -114,6 +110,7 @@ class DraftProblem:
     def cost(self, span: Span) -> float:
         """Return the milliseconds that the work of a span takes; infinite where the limits do not admit it."""
         length = next(each for each in self.lengths if each.k == span.k)
+        # Each of its requests needs room for 1 + K tokens and the drafter's own rows.
         if span.last > length.most:
             return float("inf")
         padded = (self.sums[span.last] - self.sums[span.first - 1]) * length.padded[span.last - 1]
@@ -196,10 +193,7 @@ def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: M
 
 
 def schedule(problem: DraftProblem) -> tuple[Span, ...]:
-    """Return the spans of the schedule to run: the optimum without ranges that are within noise.
-
-    Where the best fixed K is as good, it is that.
-    """
+    """Return the spans to run: the optimum without ranges that are within noise, or a fixed K that is as good."""
     spans, fixed = _settled(problem, optimum(problem)), problem.fixed()
     return fixed if fixed is not None and problem.total(fixed) <= problem.total(spans) else spans
 
@@ -234,10 +228,7 @@ def optimum(problem: DraftProblem) -> tuple[Span, ...]:
 def _layer(
     problem: DraftProblem, layers: Sequence[list[float]], allowed: int
 ) -> tuple[list[float], list[tuple[int, DraftLength] | None]]:
-    """Return the least time of batches up to each size with ``allowed`` graphs, and the span that ends there.
-
-    :param layers: the same times with fewer graphs.
-    """
+    """Return the least time and the last span by batch size, with ``allowed`` graphs; ``layers``: times with fewer."""
     times = [0.0] + [float("inf")] * problem.most
     taken: list[tuple[int, DraftLength] | None] = [None] * (problem.most + 1)
     walks = []
@@ -300,20 +291,18 @@ def ranges(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tuple[float, ...], str]:
-    """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from.
-
-    Where steps drafted different numbers of tokens, later positions are of other steps than earlier ones; a share
-    above the one before it is lowered to that.
-    """
+    """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from."""
     if speculative.acceptance:
         return speculative.acceptance[: speculative.num_tokens], "as the spec gives it"
     counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=False)
+    # Positions behind one that was never drafted have no share.
     known = [min(accepted / drafted, 1.0) for drafted, accepted in takewhile(lambda pair: pair[0], counts)]
     if len(known) < speculative.num_tokens:
         has = counted(len(known), "position") if known else "no position"
         message = f"acceptance is known for {has}, and num_tokens is {speculative.num_tokens}"
         remedy = "give speculative.acceptance, lower num_tokens, or take traffic of an engine that drafts that many"
         raise _refusal("acceptance", message, remedy)
+    # Where steps drafted different numbers, later positions are of other steps, which may have accepted more.
     return tuple(accumulate(known, min))[: speculative.num_tokens], "as the traffic has it"
 
 
@@ -362,6 +351,7 @@ def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
             batch = attrs.evolve(batch, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len)
         shape = attrs.evolve(batch, count=1)
         steps[shape] = steps.get(shape, 0.0) + count
+    # A batch that ran keeps a step where its count rounds to 0.
     batches = (attrs.evolve(shape, count=max(round(count), 1)) for shape, count in steps.items())
     return replace(traffic, batches=tuple(batches))
 
@@ -398,10 +388,7 @@ def _allowed(spec: Spec, modes: Mapping[Role, GraphMode]) -> tuple[int | None, s
 def _assumptions(
     costs: Costs, modes: Mapping[Role, GraphMode], speculative: Speculative, spans: Sequence[Span]
 ) -> Iterator[str]:
-    """Yield where a time was taken from, how many others were taken from what is near, and which are bounds.
-
-    :param spans: the ranges of the schedule; a time is a bound where their batches are larger than what was measured.
-    """
+    """Yield where a time was taken from, how many others were taken from what is near, and which are bounds."""
     lengths = range(speculative.num_tokens + 1)
     families = dict.fromkeys(family for k in lengths for family, _, _ in _passes(modes, speculative, k))
     reached: dict[Family, int] = {}

@@ -59,8 +59,7 @@ _Ranked = tuple[tuple[Value | Fraction, int, int], "Table"]
 """A table behind what it is ranked by: less is better."""
 
 Programs = MutableMapping[tuple[int, Waivers, Fraction | None], LadderProgram]
-"""The programs of teams, by index, that also serve the passes of waived ones, within a ratio: the same for all bounds.
-"""
+"""Programs of teams by index, by the waived ones that they serve too, and by the ratio: the same for all bounds."""
 
 
 @attrs.frozen
@@ -72,10 +71,7 @@ class Limit:
     """No less than that of decodes, which mixed graphs may serve."""
 
     def of(self, team: Team, *, moved: bool = False) -> Fraction | None:
-        """Return that of a team.
-
-        :param moved: whether mixed graphs serve decodes too.
-        """
+        """Return that of a team; ``moved``: mixed graphs serve decodes too."""
         return self.decodes if team.kind is Kind.DECODE or moved else self.mixed
 
     def __str__(self) -> str:
@@ -162,6 +158,7 @@ def table_within(
     for charged in _charged(bounds, costs.profile.base_seconds, aim):
         table = least_table(teams, charged, costs, aim, programs=programs)
         sized = _sized(ladders, table, bounds)
+        # The budget's own bounds come last, and charge no graph less than it takes.
         if charged is bounds or bounds.hold(sized):
             break
     _refuse_absent(teams, table, bounds, costs)
@@ -352,22 +349,17 @@ class _WaivedSets:
             yield [frozenset((*some, *others)) for some, others in pairs]
 
     def _is_kept(self, team: Team) -> bool:
-        """Say whether decodes keep their graphs as long as there is room for any.
-
-        The target's decodes always keep them: a FULL graph is not traded for PIECEWISE ones. A drafter's keep them if
-        the graphs that would serve instead have no times of their own mode: assumed times never justify a waiver.
-        """
+        """Say whether decodes keep their graphs as long as there is room for any."""
         serving = [other for other in self._teams if serves(other, team)]
+        # A FULL graph of the target is not traded for PIECEWISE ones.
         if serving and Role.TARGET in team.roles:
             return True
+        # Assumed times never justify a waiver: these graphs must have times of their own mode.
         families = [ladder for each in (team, *serving) for ladder in each.ladders]
         return bool(serving) and not all(self._costs.has_mode(ladder.role, ladder.mode) for ladder in families)
 
     def sets(self, forced: Waivers, *, regret: bool) -> Iterator[tuple[Value | Fraction, Waivers]]:
-        """Yield sets of waived teams, each with what tables without them cost at least, ascending.
-
-        :param forced: kept teams that each of the sets has.
-        """
+        """Yield sets of waived teams, ``forced`` in each, with what tables without them cost at least, ascending."""
         if regret:
             least = max((self._least_ratio(index) for index in forced), default=Fraction(1))
             for ratio, dropped in by_largest({index: self._least_ratio(index) for index in self._may_be_waived}):
@@ -498,6 +490,7 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
     :param today: the role and the entry of each graph that there is.
     :param holds: whether a table is within the budget.
     """
+    # Of the mean only: the weight of a percentile's batch is no cost.
     room = int(table.value % TAIL * NEARLY)
     wanted = [_wanted(group, today) for group in table.groups]
     moves = sorted(
@@ -511,6 +504,7 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
             continue
         # Sizes next to it may have moved before, so what this one costs is computed again.
         moved, problem = _replaced(group.indices, place, index), group.group.problem
+        # Another size may have moved to this place, or beyond it.
         if list(moved) != sorted(set(moved)):
             continue
         delta, worst = problem.cost(moved) - group.cost, problem.worst(moved)

@@ -151,12 +151,14 @@ def _batch(line: TrafficCount, families: tuple[DecodeFamily, ...], typical: int)
             number = requests or (tokens or 0) // each
             if number in family.requests and tokens in (None, number * each):
                 return Batch.decode(Role.TARGET, number, each)
+    # Requests alone say nothing about a mixed batch's tokens.
     if tokens is None:
         return None
     return Batch(
         role=Role.TARGET,
         num_reqs=min(requests or typical, tokens),
         num_tokens=tokens,
+        # With a typical number of requests in place of the real one, this length may not match the tokens.
         query_len=query_len if requests is not None else None,
         past_prompt=line.past_prompt is True,
     )
@@ -241,10 +243,7 @@ def every_size(costs: Costs, deployment: Deployment, modes: Modes | None = None)
 
 
 def judge(answer: Answer, steps: Steps, costs: Costs, deployment: Deployment, modes: Modes) -> Judgement:
-    """Return what ``steps`` take where ``answer`` dispatches.
-
-    Raises ``PlanningError`` where the profile has no times of a role.
-    """
+    """Return what ``steps`` take where ``answer`` dispatches; raises ``PlanningError`` without times of a role."""
     prices = Prices(costs, deployment, modes)
     times: dict[float, int] = {}
     spent = every = 0.0
@@ -287,10 +286,7 @@ class Prices:
         return self._profile.step(batch.num_reqs, target.milliseconds, *drafting)
 
     def cost(self, answer: Answer, batch: Batch, passes: Iterable[tuple[Batch, int]]) -> StepCost:
-        """Return what a step of the target's batch takes where ``answer`` dispatches.
-
-        :param passes: the batch of each role, with how often it runs.
-        """
+        """Return what a step takes where ``answer`` dispatches; ``passes``: each batch, with how often it runs."""
         costs = []
         for each, repeats in passes:
             entry = answer(each)
@@ -312,10 +308,7 @@ class Prices:
         )
 
     def with_every_size(self, batch: Batch, repeats: int, *, fused: bool = False) -> PassTime:
-        """Return what ``repeats`` passes take on graphs of the batch's own size, in its role's mode.
-
-        Mixed batches run eager where that takes no longer.
-        """
+        """Return what ``repeats`` passes take on graphs of the batch's own size, in its role's mode."""
         mode = self.modes.get(batch.role, GraphMode.NONE)
         is_decode = kind_of(batch, self._families[batch.role]) is Kind.DECODE
         lowered = mode.decode_mode if is_decode else mode.mixed_mode
@@ -329,6 +322,7 @@ class Prices:
         # Engines run decodes that have graphs of their own on them, whatever an eager pass takes.
         if own:
             return replays
+        # Mixed batches run eager where that takes no longer.
         eager = self._eager(batch, repeats)
         return replays if self.apart(batch.role, replays) < eager.milliseconds else eager
 
@@ -337,6 +331,7 @@ class Prices:
         return passes.milliseconds * (self._visible if role.is_drafter and not passes.is_eager else 1)
 
     def _eager(self, batch: Batch, repeats: int) -> PassTime:
+        # An eager curve of draft decodes may be that of a whole chain.
         chain = repeats if batch.role is Role.DRAFT_DECODE else None
         return PassTime(self.eager(batch.role, batch.uniform_query_len, chain)(batch.num_tokens), is_eager=True)
 

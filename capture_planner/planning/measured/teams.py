@@ -85,10 +85,7 @@ class Demand:
     def __init__(
         self, steps: Steps, deployment: Deployment, ladders: Sequence[Ladder], *, by_request: bool = False
     ) -> None:
-        """Count passes.
-
-        :param by_request: whether a step weighs as much as it has requests, which wait for it, or all weigh the same.
-        """
+        """Count passes; ``by_request``: a step weighs as much as it has requests, which wait for it."""
         self._by_request = by_request
         self.total = sum(self.weight(batch, count) for batch, count in steps.counts.items())
         """Weight of all steps."""
@@ -97,8 +94,9 @@ class Demand:
         self._deployment = deployment
         self._by_role = {role: [ladder for ladder in ladders if ladder.role is role] for role in Role}
         self._observed: dict[Ladder, Counter[int]] = {ladder: Counter() for ladder in ladders}
-        self._passes: Counter[Ladder] = Counter()
-        self._tail: dict[Ladder, Counter[int]] = {}
+        self.passes: Counter[Ladder] = Counter()
+        """Passes of the traffic by the ladder that serves them."""
+        self._tail: dict[Ladder, Counter[int]] = {ladder: Counter() for ladder in ladders}
         for batch, count in steps.counts.items():
             weight = self.weight(batch, count)
             for each, passes, ladder in self._served(batch):
@@ -106,7 +104,7 @@ class Demand:
                     self.unserved.append((each, passes, weight))
                 else:
                     self._observed[ladder][each.extent(ladder.kind)] += weight * passes
-                    self._passes[ladder] += count * passes
+                    self.passes[ladder] += count * passes
 
     def weight(self, batch: Batch, count: int) -> int:
         """Return what ``count`` steps of a batch weigh."""
@@ -116,18 +114,16 @@ class Demand:
         """Let the passes of a batch weigh more than all others together."""
         for each, passes, ladder in self._served(batch):
             if ladder is not None:
-                self._tail.setdefault(ladder, Counter())[each.extent(ladder.kind)] += passes * TAIL
-
-    def passes(self, ladder: Ladder) -> int:
-        """Return how many passes of the traffic a ladder serves."""
-        return self._passes[ladder]
+                self._tail[ladder][each.extent(ladder.kind)] += passes * TAIL
 
     def team(self, ladders: tuple[Ladder, ...]) -> Team:
         """Return ladders with one choice of sizes, and the weight of each count."""
-        weights = smoothed(self._observed[ladders[0]], ladders[0].last, self.total, self._passes[ladders[0]])
-        for count, weight in self._tail.get(ladders[0], {}).items():
+        # All ladders of a team have the same counts; the target's is the first.
+        first = ladders[0]
+        weights = smoothed(self._observed[first], first.last, self.total, self.passes[first])
+        for count, weight in self._tail[first].items():
             weights[count] += weight
-        return Team(ladders=ladders, weights=tuple(weights), passes=self.passes(ladders[0]))
+        return Team(ladders=ladders, weights=tuple(weights), passes=self.passes[first])
 
     def _served(self, batch: Batch) -> Iterator[tuple[Batch, int, Ladder | None]]:
         """Yield the passes of a step, each with how often it runs and the ladder that serves it."""
@@ -178,6 +174,7 @@ def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | N
     prior = [log((count + 1) / count) / log(last + 1) for count in range(1, last + 1)]
     # Sizes are needed here all the same, as loads change.
     if not passes:
+        # At least 1, so that each count needs a size.
         return [0, *(max(round(SCALE / total * part), 1) for part in prior)]
     share = float(prior_share(passes if number is None else number))
     flat, kernel = share * float(FLAT), share * float(1 - FLAT)
@@ -191,9 +188,11 @@ def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | N
     kernels = list(accumulate(changes))
     unit = SCALE / total
     pairs = zip((0.0, *prior), kernels, strict=False)
+    # Floating-point sums may end just below 0.
     weights = [round(unit * (flat * passes * part + kernel * max(spread, 0.0))) for part, spread in pairs]
     for count, weight in observed.items():
         weights[count] += round(unit * (1 - share) * weight)
+    # No batch has 0 requests or 0 tokens.
     weights[0] = 0
     return weights
 
@@ -205,12 +204,9 @@ def serves(team: Team, decodes: Team) -> bool:
 
 
 def on_grid(domain: Domain, count: int, fine: int) -> int:
-    """Return the least size that holds ``count`` and is tried: each up to ``fine``, and fewer above it.
-
-    Thousands of sizes that differ by a token cost the same and take minutes to choose from.
-    """
+    """Return the least size that holds ``count`` and is tried: each up to ``fine``, and fewer above it."""
     size = domain.round_up(count)
-    # Above it, as many sizes in each doubling.
+    # As many sizes in each doubling: thousands that differ by a token cost the same and take minutes to choose from.
     if size > fine:
         apart = 1 << max(size.bit_length() - 6, 0)
         size = min(domain.round_up(-(-size // apart) * apart), domain.ceiling)
@@ -345,12 +341,10 @@ def waived(team: Team, others: Sequence[Team], costs: Costs, *, least: bool = Fa
 
 
 def eager_of(ladder: Ladder, costs: Costs) -> Curve | None:
-    """Return what passes take that no graph of a ladder serves; None: the profile has no such times of decodes.
-
-    Engines that never run decodes eager have none: vLLM's draft decodes (``profile --from OBSERVATION``).
-    """
+    """Return what passes take that no graph of a ladder serves; None: the profile has no such times of decodes."""
     if ladder.kind is Kind.MIXED:
         return costs.eager(ladder.role, ladder.query_len)
+    # Engines that never run decodes eager have none: vLLM's draft decodes (``profile --from OBSERVATION``).
     return costs.known((ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps))
 
 

@@ -12,8 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 
-import attrs
-
 from capture_planner.modes import Reason, Role
 from capture_planner.planning.sizing.ladder import Ladder
 from capture_planner.records.batch import Kind
@@ -49,9 +47,7 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
     """
     if total(ladders) <= allowed:
         return tuple(ladders)
-    plain = [
-        attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
-    ]
+    plain = [ladder.reduced for ladder in ladders]
     # All cases are worth their graphs where the sizes left pad no more than those without the cases between.
     whole, thinned = _thinned(ladders, allowed), _thinned(plain, allowed)
     if whole is not None and thinned is not None and _worst(whole) <= _worst(thinned):
@@ -79,10 +75,14 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
         return [ladder.thinned(Fraction(grains, _GRAIN)) for ladder in ladders]
 
     grains = range(_GRAIN, _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)))
+    # At this ratio the ladders are as short as they can be.
     if total(at(grains.stop)) > allowed:
         return None
+    # A looser ratio needs no more graphs, so the tightest one that fits is found by bisection.
     thinned = at(grains.start + bisect_left(grains, True, key=lambda number: total(at(number)) <= allowed))
+    # The same number of sizes may pad less than the common ratio allows.
     best = [new if new is old else new.tightened() for old, new in zip(ladders, thinned, strict=True)]
+    # Tightened sizes may serve more LoRA cases, and so need more graphs.
     return tuple(best if total(best) <= allowed else thinned)
 
 
@@ -94,6 +94,7 @@ def price_of(budget: Budget, before: Sequence[Ladder], after: Sequence[Ladder]) 
         within += wanted if most is None else min(wanted, most)
         if most is not None and wanted > most:
             reached.append(f"graphs.{kind.value} allows {most} of {wanted} graphs")
+    # Graphs that the limits by kind drop do not count against the limits on all.
     left = total(before) if not reached else min(total(before), within)
     bounds = sorted(budget.bounds())
     if bounds and left > bounds[0][0]:

@@ -47,6 +47,7 @@ def vllm_tokens(
         elif query_len == 1 and max_num_reqs <= top and "requests" not in older:
             decode_sizes = {max_num_reqs}
     top = min(max_num_tokens, top)
+    # A user's list replaces the grid; vLLM drops only what exceeds the token budget.
     if user_sizes is not None:
         return tuple(sorted({size for size in user_sizes if size <= max_num_tokens}))
     sizes = set(_vllm_grid(top)) | {size for size in decode_sizes if size <= max_num_tokens}
@@ -84,6 +85,7 @@ def sglang_default_max(memory: int, tensor: int) -> int:
 
 def sglang_requests(top: int, *, speculative: bool, padding: bool) -> tuple[int, ...]:
     """Return SGLang's decode batch sizes up to ``top``, which is always one of them."""
+    # Without padding a graph serves only batches of exactly its size.
     if not padding:
         return tuple(range(1, top + 1)) or (top,)
     if speculative:
@@ -116,11 +118,9 @@ def tensorrt_llm_requests(top: int, *, padding: bool) -> tuple[int, ...]:
 
 
 def tensorrt_llm_admitted(sizes: Sequence[int], most: int, *, padding: bool) -> tuple[int, ...]:
-    """Return the sizes TensorRT-LLM keeps when at most ``most`` requests can decode together.
-
-    With padding, the first size above is replaced by ``most`` itself.
-    """
+    """Return the sizes TensorRT-LLM keeps when at most ``most`` requests can decode together."""
     kept = [size for size in sizes if size <= most]
+    # With padding the first size above is replaced by ``most`` itself.
     if padding and len(kept) < len(sizes) and most not in kept:
         kept.append(most)
     return tuple(kept)

@@ -63,10 +63,8 @@ class Ladder:
         return size if self.kind is Kind.DECODE else min(size, self.max_num_reqs)
 
     def served(self, size: int) -> tuple[int, ...]:
-        """Return the LoRA counts that a graph of that size is captured for.
-
-        Real requests decide, not padded ones: each has at most one adapter.
-        """
+        """Return the LoRA counts that a graph of that size is captured for, by its real requests."""
+        # A request has at most one adapter, so the real requests decide, not the padded ones.
         return served_cases(self.cases, self.num_reqs(self.domain.upto_count(size) or 0))
 
     def entry(self, size: int, case: int) -> Entry:
@@ -100,6 +98,7 @@ class Ladder:
         if ratio <= self.worst or not self.sizes:
             return self
         sizes = fewest(self.domain, ratio, candidates=None if self.adaptive else self.sizes, anchors=self.anchors)
+        # Other sizes of the same number are no gain: the policy chose these.
         return self if len(sizes) >= len(self.sizes) else attrs.evolve(self, sizes=sizes)
 
     def tightened(self) -> Ladder:

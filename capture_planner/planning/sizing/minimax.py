@@ -36,6 +36,7 @@ def fewest(
             size = max(base, domain.tight(limit) or base)
         else:
             nearest = bisect_left(candidates, base)
+            # No candidate is large enough for the rest of the domain.
             if nearest == len(candidates):
                 break
             size = candidates[max(nearest, bisect_right(candidates, limit) - 1)]
@@ -70,6 +71,7 @@ def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[i
         sizes = _least(rest, max(graphs - len(chosen), 1), anchors)
         worst = worst_ratio(rest, sizes)
         last = sizes[-1]
+        # At a ratio of 1 nothing is padded; after the last round the ladder is taken as it is.
         if worst > 1 and rounds:
             # The first size that pads its least count by the worst ratio.
             ratios = ((size, Fraction(size, rest.round_up(least))) for size, least in rest.served(sizes))

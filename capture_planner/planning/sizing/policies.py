@@ -51,10 +51,7 @@ class Context:
 
     @property
     def default_tokens(self) -> int:
-        """Default largest mixed size, in tokens: larger steps are bound by compute.
-
-        vLLM 0.33's platform ceiling: 1024 on the SM100 family, 512 elsewhere.
-        """
+        """Default largest mixed size, in tokens: vLLM 0.33's ceiling, above which steps are bound by compute."""
         return 1024 if self.environment.device.sm[0] == 10 else 512
 
 
@@ -77,10 +74,7 @@ class Choice:
 
 
 def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context, *, varies: bool = False) -> Choice:
-    """Choose request counts for decodes of ``query_len`` tokens each, for the counts of ``domain``.
-
-    :param varies: whether each request has up to so many.
-    """
+    """Choose request counts for decodes of ``query_len`` tokens each, or of up to so many where that ``varies``."""
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
     each = query_len_text(query_len, varies=varies)
     unit = f"request counts of {each} tokens each" if query_len > 1 else "request counts"
@@ -103,6 +97,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context,
         listed = engines.sglang_requests(
             top, speculative=context.speculative is not None, padding=sizes.padding is not False
         )
+        # SGLang captures nothing above its request pool; a longer list ends at the pool itself.
         pool = domain.round_up(context.limits.max_num_reqs)
         listed = tuple(size for size in {*listed, *([pool] if top > pool else [])} if size <= pool)
     else:
@@ -115,10 +110,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context,
 
 
 def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context: Context) -> Choice:
-    """Choose token counts for mixed batches.
-
-    :param anchors: tokens of decodes that only these sizes can serve; each must be a size.
-    """
+    """Choose token counts for mixed batches; ``anchors``, tokens of decodes that only they serve, must be sizes."""
     unit = "token counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
@@ -135,6 +127,7 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
         listed = engines.sglang_tokens(top)
     else:
         assert sizes.policy is Policy.TENSORRT_LLM, sizes.policy
+        # TensorRT-LLM's list is of decodes only.
         listed = ()
     return _listed(sizes.policy, listed, domain, unit)
 
@@ -147,7 +140,10 @@ def _up_to(domain: Domain, most: int) -> Domain:
 def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str, context: Context) -> Choice:
     if not domain:
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
+    # An anchor may be between two steps, or above a maximum; a size may not.
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
+    # A budget thins a list of powers of two, and computes no other sizes for it.
+    adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     if sizes.policy is Policy.POWERS_OF_TWO:
         chosen = domain.needed([*(1 << i for i in range(domain.ceiling.bit_length())), *anchors, domain.ceiling])
         how = "powers of two and the maximum"
@@ -157,13 +153,12 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
         how = f"the least worst padding with {sizes.graphs} sizes"
     elif context.time is not None:
         chosen = domain.needed([*_timed(domain, context.time), *anchors])
-        how = f"the fewest sizes whose time is within {float(TIME_RATIO - 1):.1%} of a size of their own"
-        message = f"{how}, {context.source}; {_worst(domain, chosen, unit)}"
-        return Choice(domain=domain, sizes=chosen, adaptive=False, message=message)
+        # Not adaptive: sizes recomputed by padding alone would ignore the times.
+        within = f"{float(TIME_RATIO - 1):.1%} of a size of their own"
+        how, adaptive = f"the fewest sizes whose time is within {within}, {context.source}", False
     else:
         chosen = minimax(domain, len(fewest(domain, DEFAULT_RATIO, anchors=anchors)), anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
-    adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
 
 

@@ -80,6 +80,7 @@ class LadderProblem:
         :param alone: the largest ratios of the counts of each size without a graph, where others run on it too.
         :param every_top: whether sizes of equal times are kept.
         """
+        # From the largest down, as only a larger size can make one useless.
         kept = [len(sizes) - 1]
         for index in reversed(range(len(sizes) - 1)):
             if times[index] < times[kept[-1]] + every_top:
@@ -145,6 +146,7 @@ class LadderProblem:
 
         Counts above the largest size take their eager time. Empty: no sizes are so near.
         """
+        # Each next smaller size is the largest whose counts the one above may not serve.
         chosen = [self.least_top_within(ratio)]
         while True:
             first = self.first_served(chosen[-1], ratio)
@@ -200,10 +202,7 @@ class LadderProgram:
         return min(self.problem.with_each_top[self.problem.least_top_within(self.limit) : useless])
 
     def value(self, number: int, highest: int | None = None) -> Value | None:
-        """Return the least cost of ``number`` sizes, or None where that many do not fit.
-
-        :param highest: index of the largest size allowed; None: any.
-        """
+        """Return the least cost of ``number`` sizes, the largest at most at ``highest``; None: that many do not fit."""
         tops, values = self._row(number)
         index = len(tops) if highest is None else bisect_right(tops, highest)
         return values[index - 1] if index else None
@@ -227,6 +226,7 @@ class LadderProgram:
         for number in range(len(self.least), self.most + 1):
             value = self.value(number)
             if value is not None:
+                # The remainder is the mean's part: ``TAIL`` weighs more than all other batches together.
                 tail, mean = divmod(value, TAIL)
                 if tail == least_tail and mean * tolerance.denominator <= least * (tolerance + 1).numerator:
                     return number
@@ -282,6 +282,7 @@ class LadderProgram:
         problem = self.problem
         for index in range(problem.least_top if self.limit is None else problem.least_top_within(self.limit), count):
             value = values[index]
+            # Only tops that improve on all smaller ones are kept, so that a bound on the top is a bisection.
             if value is not None and (not best or value + problem.tails[index] < best[-1]):
                 tops.append(index)
                 best.append(value + problem.tails[index])
@@ -291,10 +292,7 @@ class LadderProgram:
 def _next_row(
     times: Sequence[int], weights: Sequence[int], previous: Sequence[Value | None], lows: Sequence[int] | None
 ) -> tuple[list[Value | None], list[int]]:
-    """Return ``min over i < j of previous[i] + times[j] * (weights[j] - weights[i])`` and the first such i, for each j.
-
-    :param lows: the least i of each j, ascending; None: any.
-    """
+    """Return ``min over lows[j] <= i < j of previous[i] + times[j] * (weights[j] - weights[i])``, and the first i."""
     found = list(_before(times, weights, previous, lows))
     values = [None if each is None else each[0] + times[j] * weights[j] for j, each in enumerate(found)]
     return values, [-1 if each is None else each[1] for each in found]
@@ -365,26 +363,23 @@ def hull_walk(
     falls: list[Number] = []
     front = added = 0
     for time, reach in zip(times, behind, strict=True):
-        while added < reach:
-            height = heights[added + first]
-            if height is not None:
-                slope = slopes[added]
-                is_new = True
-                if hull and falls[-1] == slope:
-                    if height < levels[-1] or (last and height == levels[-1]):
-                        hull.pop(), levels.pop(), falls.pop()
-                    else:
-                        is_new = False
-                if is_new:
-                    # The last line is never alone below when the new one takes over from the one before it no later.
-                    while len(hull) - front >= 2 and (height - levels[-1]) * (falls[-1] - falls[-2]) < (
-                        levels[-1] - levels[-2]
-                    ) * (slope - falls[-1]):
-                        hull.pop(), levels.pop(), falls.pop()
-                    hull.append(added + first)
-                    levels.append(height)
-                    falls.append(slope)
-            added += 1
+        for index in range(added, reach):
+            height, slope = heights[index + first], slopes[index]
+            if height is None:
+                continue
+            if hull and falls[-1] == slope:
+                if height > levels[-1] or (height == levels[-1] and not last):
+                    continue
+                hull.pop(), levels.pop(), falls.pop()
+            # The last line is never alone below when the new one takes over from the one before it no later.
+            while len(hull) - front >= 2 and (height - levels[-1]) * (falls[-1] - falls[-2]) < (
+                levels[-1] - levels[-2]
+            ) * (slope - falls[-1]):
+                hull.pop(), levels.pop(), falls.pop()
+            hull.append(index + first)
+            levels.append(height)
+            falls.append(slope)
+        added = reach
         end = len(hull) - 1
         if end < 0:
             yield None

@@ -13,18 +13,7 @@ from capture_planner.modes import GraphSupport, Refresh, Role
 from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
-from capture_planner.records.backend import (
-    Attention,
-    Axis,
-    Bound,
-    Fill,
-    Lifetime,
-    MetadataField,
-    PaddingContract,
-    Support,
-    Where,
-    Workspace,
-)
+from capture_planner.records.backend import Attention, Axis, Fill, MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
@@ -34,16 +23,19 @@ from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
-    any_names,
-    any_text,
-    byte_counts,
+    BYTE_COUNTS,
+    NAMES,
+    TEXTS,
+    VERSIONS,
     composite,
     counts,
     maybe,
     one_of,
-    versions,
+    record_of,
     words,
 )
+
+_MEMORIES = one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | BYTE_COUNTS
 
 
 @composite
@@ -51,60 +43,42 @@ def environments(draw: DrawFn) -> Environment:
     """Return machines: CPUs and GPUs of every generation, with any packages."""
     cuda = draw(st.booleans())
     capabilities = one_of(("7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"))
-    device = Device(
+    device = record_of(
+        draw,
+        Device,
         kind=DeviceKind.CUDA if cuda else DeviceKind.CPU,
-        name=draw(any_names()),
         capability=draw(capabilities) if cuda else None,
-        memory=draw(_memories()),
+        memory=draw(_MEMORIES),
         multiprocessors=draw(st.integers(1, 200)) if cuda else None,
     )
-    return Environment(
-        name=draw(any_names()),
-        device=device,
-        driver=draw(maybe(versions())),
-        cuda=draw(maybe(versions())),
-        packages=draw(_packages()),
-    )
+    return record_of(draw, Environment, device=device)
 
 
-@functools.cache
-def _memories() -> SearchStrategy[int]:
-    return one_of((16 << 30, 24 << 30, 48 << 30, 80 << 30, 180 << 30)) | byte_counts()
-
-
-@functools.cache
-def _packages() -> SearchStrategy[dict[str, str]]:
-    return st.dictionaries(any_names(), versions(), max_size=3)
-
-
-@functools.cache
-def supports() -> SearchStrategy[Support]:
-    return st.builds(
-        Support,
-        level=one_of(GraphSupport),
-        reason=any_text(),
-        max_num_reqs=st.none() | st.none() | counts(),
-        max_graphs=st.none() | st.none() | counts(),
-    )
+SUPPORTS = st.builds(
+    Support,
+    level=one_of(GraphSupport),
+    reason=TEXTS,
+    max_num_reqs=st.none() | st.none() | counts(),
+    max_graphs=st.none() | st.none() | counts(),
+)
 
 
 @composite
 def _fields(draw: DrawFn) -> MetadataField:
     fill = draw(one_of(Fill))
+    # These fills are for vectors of whole numbers; ``MetadataField`` refuses others.
     counts = fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
     dtypes = ("int32", "int64") if counts else ("int32", "int64", "uint8", "bool", "float32")
     dtype = draw(one_of(dtypes))
     low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
-    return MetadataField(
+    return record_of(
+        draw,
+        MetadataField,
         name=draw(words("abcdefghijklmnopqrstuvwxyz", "0123456789_", 8)),
-        axis=draw(one_of(Axis)),
         inner=None if counts else draw(maybe(one_of(Axis))),
         dtype=dtype,
         fill=fill,
         value=draw(st.integers(low, high)) if fill is Fill.CONSTANT else None,
-        lifetime=draw(one_of(Lifetime)),
-        indexes=draw(maybe(one_of(Bound))),
-        where=draw(one_of(Where)),
         offset=draw(one_of((0, 1, 4096))),
         scale=draw(one_of((1, 8))),
         align=draw(one_of((1, 128))),
@@ -133,6 +107,7 @@ class FakeBackend:
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
         """Answer the support of the role, less for a sliding window."""
         told = self.supports[role]
+        # So that the groups of a role may differ in their support.
         return told if model.window is None else replace(told, level=min(told.level, self.windowed))
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
@@ -152,8 +127,8 @@ class FakeBackend:
 def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
     """Return backends of any support by role, caps, refresh and padding contract."""
     return FakeBackend(
-        name=draw(any_names()) if name is None else name,
-        supports={role: draw(supports()) for role in Role},
+        name=draw(NAMES) if name is None else name,
+        supports={role: draw(SUPPORTS) for role in Role},
         windowed=draw(one_of(GraphSupport)),
         refreshes=draw(one_of(Refresh)),
         contract=draw(padding_contracts()),
@@ -165,7 +140,7 @@ def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
 def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
     """Return registries with one backend of each name."""
     return Registry(
-        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(versions()))
+        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(VERSIONS))
         for name in names
     )
 
@@ -201,8 +176,11 @@ def deployments(
     :param varying: whether decodes may vary in length.
     """
     scheduled = measured is None
+    # Only a deployment has the measurements that a measured schedule needs.
     each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=scheduled, varying=varying)
+    # Filtered before the rest is drawn, which takes most of the time.
     spec = draw(each if where is None else each.filter(where))
+    # The registry has every name that a spec can choose, so no plan fails for a missing backend.
     environment, registry = draw(environments()), draw(registries())
     is_measured = spec.sizes.policy is Policy.MEASURED or (
         spec.speculative is not None and spec.speculative.is_measured

@@ -34,6 +34,7 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
     """Return traffic within the limits of ``spec``, and a profile with times of all its roles."""
     curves, graphs = [], []
     for role in spec.active_roles:
+        # Without these a measured choice is refused; the other curves may be missing.
         for mode in (GraphMode.FULL, GraphMode.NONE):
             curves.append(draw(_curves(role, mode)))
         if draw(st.booleans()):
@@ -66,6 +67,7 @@ def _traffic(draw: DrawFn, spec: Spec) -> Traffic:
     limits, slots = spec.limits, extra_slots(spec)
     batches: dict[object, TrafficCount] = {}
     for _ in range(draw(st.integers(1, 6))):
+        # A drafter with rows of its own leaves fewer tokens to the target.
         most = min(limits.max_num_reqs, limits.max_num_tokens // (1 + slots))
         num_reqs = draw(st.integers(1, most))
         longest = max(1, limits.max_num_tokens // num_reqs - slots)

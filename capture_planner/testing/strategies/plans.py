@@ -10,28 +10,29 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
-from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints, digest_of, kernel_name
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import CapturePolicy
-from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
+from capture_planner.testing.strategies.machines import SUPPORTS, deployments, environments, padding_contracts
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
-    any_text,
-    byte_counts,
+    BYTE_COUNTS,
+    TEXTS,
+    VERSIONS,
     composite,
     counts,
     list_of,
     maybe,
     one_of,
+    record_of,
     records,
-    versions,
 )
 
 
@@ -43,6 +44,7 @@ def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096, varying: 
     """
     try:
         return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens, varying=varying)).plan()
+    # Some specs have no plan on the machine that was drawn: FULL on a backend that has no full graphs.
     except PlanningError:
         reject()
 
@@ -62,54 +64,48 @@ def entries(lora: bool, *, varying: bool = True) -> SearchStrategy[Entry]:
     )
     if not varying:
         return anything | aligned
-    return (
-        anything
-        | aligned
-        | anything.map(
-            lambda e: attrs.evolve(
-                e,
-                mode=GraphMode.FULL,
-                num_reqs=e.num_tokens,
-                num_tokens=e.num_tokens * (e.query_len or 2),
-                query_len=None,
-                max_query_len=e.query_len or 2,
-            )
+    of_varying = anything.map(
+        lambda e: attrs.evolve(
+            e,
+            mode=GraphMode.FULL,
+            num_reqs=e.num_tokens,
+            num_tokens=e.num_tokens * (e.query_len or 2),
+            query_len=None,
+            max_query_len=e.query_len or 2,
         )
     )
+    return anything | aligned | of_varying
 
 
 @composite
 def _waivers(draw: DrawFn, varying: bool) -> Waiver:
     first = draw(st.integers(0, 64))
-    return Waiver(
-        kind=draw(one_of(Kind)),
+    return record_of(
+        draw,
+        Waiver,
         query_len=draw(maybe(st.integers(1, 4))),
         max_query_len=draw(st.none() | st.integers(1, 4)) if varying else None,
         first=first,
         last=first + draw(st.integers(0, 64)),
         min_loras=draw(st.integers(0, 2)),
         max_loras=draw(st.integers(0, 6)),
-        reason=draw(one_of(Reason)),
-        message=draw(any_text()),
     )
 
 
-@functools.cache
-def _groups() -> SearchStrategy[GroupPlan]:
-    workspaces = st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text())
-    return records(
-        GroupPlan, backend=one_of(BACKENDS), support=supports(), workspace=workspaces, padding=padding_contracts()
-    )
+_WORKSPACES = st.builds(Workspace, device=BYTE_COUNTS, pinned=BYTE_COUNTS, formula=TEXTS)
+_GROUPS = records(
+    GroupPlan, backend=one_of(BACKENDS), support=SUPPORTS, workspace=_WORKSPACES, padding=padding_contracts()
+)
 
 
 @composite
 def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool) -> RolePlan:
     graphs = draw(list_of(entries(lora, varying=varying), max_size=12))
-    return RolePlan(
+    return record_of(
+        draw,
+        RolePlan,
         role=role,
-        requested=draw(one_of(GraphMode)),
-        mode=draw(one_of(GraphMode)),
-        groups=tuple(draw(list_of(_groups(), max_size=2))),
+        groups=tuple(draw(list_of(_GROUPS, max_size=2))),
         decisions=tuple(draw(list_of(records(Decision), max_size=2))),
         entries=tuple(graphs),
         lazy=tuple(draw(st.lists(st.sampled_from(graphs), max_size=3))) if lazy and graphs else (),
@@ -118,18 +114,13 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool)
     )
 
 
-@functools.cache
-def _forecasts() -> SearchStrategy[Forecast]:
-    return records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
+_FORECASTS = records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
 
 
-@functools.cache
-def promises() -> SearchStrategy[Promise]:
-    """Return promises with arbitrary figures."""
-    modes = one_of((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL))
-    rows = records(PromisedSteps, mode=modes, first=st.integers(1, 64), last=st.integers(64, 512))
-    sides = records(ExpectedSteps, rows=st.lists(rows, max_size=4).map(tuple))
-    return records(Promise, before=sides, after=sides)
+_RAN = one_of((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL))
+_PROMISED = records(PromisedSteps, mode=_RAN, first=st.integers(1, 64), last=st.integers(64, 512))
+_EXPECTED = records(ExpectedSteps, rows=st.lists(_PROMISED, max_size=4).map(tuple))
+_PROMISES = records(Promise, before=_EXPECTED, after=_EXPECTED)
 
 
 @composite
@@ -148,7 +139,7 @@ def _fingerprints(draw: DrawFn, plan: Plan) -> Fingerprints:
         )
         for graph in chosen
     }
-    return Fingerprints.of(found, torch=draw(versions()), device=draw(any_text()))
+    return Fingerprints.of(found, torch=draw(VERSIONS), device=draw(TEXTS))
 
 
 @composite
@@ -162,8 +153,8 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096, varying: bool = Tru
     environment, lora = draw(environments()), spec.lora is not None
     lazy = spec.capture.policy is CapturePolicy.LAZY
     written = tuple(draw(_role_plans(role, lora, lazy, varying)) for role in roles)
-    plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
-    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(promises())))
+    plan = Plan.of(spec, environment, written, forecast=draw(maybe(_FORECASTS)))
+    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(_PROMISES)))
 
 
 @st.composite
@@ -178,6 +169,7 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
     edges = {1, plan.limits.max_num_reqs} | {entry.num_reqs or entry.num_tokens for entry in planned.entries}
     for family in families:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
+    # Answers change at these edges.
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
     lengths = (
@@ -188,10 +180,12 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])
     total: SearchStrategy[int] = any_total | st.integers(num_reqs, num_reqs + 64)
     if query_len is not None:
+        # Mostly the total that the length gives; other ones are inadmissible, and are asked about too.
         total = st.just(num_reqs * query_len) | st.just(num_reqs * query_len) | total
     longest = draw(st.none() | st.integers(0, 5) | st.sampled_from(sorted(lengths)))
     if query_len is None and longest is not None:
         total = st.integers(num_reqs, max(num_reqs, num_reqs * longest)) | total
+    # One more than the active adapters: requests without one count as another.
     most_loras = 0 if plan.lora is None else plan.lora.max_active + 1
     return Batch(
         role=planned.role,

@@ -10,16 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import (
-    DataType,
-    DraftModel,
-    Latent,
-    Method,
-    Model,
-    Recurrent,
-    ScheduleSource,
-    Speculative,
-)
+from capture_planner.records.model import DraftModel, Latent, Method, Model, Recurrent, ScheduleSource, Speculative
 from capture_planner.records.spec import (
     Budget,
     CapturePolicy,
@@ -36,17 +27,15 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner.testing.strategies.values import BACKENDS, any_names, byte_counts, composite, counts, maybe, one_of
+from capture_planner.testing.strategies.values import BACKENDS, BYTE_COUNTS, composite, counts, maybe, one_of, record_of
 
-
-@functools.cache
-def _latents() -> SearchStrategy[Latent]:
-    return st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
+_LATENTS = st.builds(Latent, kv_lora_rank=one_of((64, 512)), rope_head_dim=one_of((32, 64)))
 
 
 @composite
 def _recurrents(draw: DrawFn, layers: int) -> Recurrent | None:
     """Draw recurrent layers, fewer than the model has layers."""
+    # One layer at least attends.
     if layers == 1 or draw(one_of((True, True, False))):
         return None
     return Recurrent(layers=draw(st.integers(1, layers - 1)), state=draw(one_of((16, 1 << 20, 12345, 1 << 40))))
@@ -57,9 +46,11 @@ def _models(draw: DrawFn, tensor: int) -> Model:
     """Draw a model whose heads divide over ``tensor`` ranks."""
     kv_heads = draw(one_of((tensor, 2 * tensor, 1)))
     layers = draw(st.integers(1, 6))
+    # A single KV head is replicated over the ranks, but the query heads have to divide.
     queries = kv_heads if kv_heads % tensor == 0 else kv_heads * tensor
-    return Model(
-        name=draw(any_names()),
+    return record_of(
+        draw,
+        Model,
         num_layers=layers,
         num_heads=queries * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
@@ -67,13 +58,7 @@ def _models(draw: DrawFn, tensor: int) -> Model:
         max_model_len=draw(one_of((1, 4096, 131072))),
         hidden_size=draw(maybe(one_of((512, 4096)))),
         vocab_size=draw(maybe(one_of((1000, 151936)))),
-        dtype=draw(one_of(DataType)),
-        kv_dtype=draw(maybe(one_of(DataType))),
-        causal=draw(st.booleans()),
-        latent=draw(maybe(_latents())),
-        sinks=draw(st.booleans()),
-        mrope=draw(st.booleans()),
-        embeddings=draw(st.booleans()),
+        latent=draw(maybe(_LATENTS)),
         recurrent=draw(_recurrents(layers)),
     )
 
@@ -85,6 +70,7 @@ def _limits(draw: DrawFn, max_reqs: int, max_tokens: int, slots: int) -> Limits:
     most = draw(largest if draw(st.booleans()) else counts(min(max_reqs, 64)))
     near = one_of((most, 2 * most, 4 * most, 256, 512, 1024, 4096))
     tokens = draw(st.integers(1, 300) if draw(st.booleans()) else near)
+    # One request must fit, with the drafter's own rows.
     return Limits(max_num_reqs=most, max_num_tokens=max(min(tokens, max_tokens), 1 + slots))
 
 
@@ -95,6 +81,7 @@ def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
     for _ in range(draw(st.integers(0, 4))):
         last = first + draw(st.integers(0, 20))
         ranges.append((first, last, draw(st.integers(0, longest + 1))))
+        # Gaps are allowed: the draft length before one holds in it.
         first = last + 1 + draw(one_of((0, 0, 1, 7)))
     return tuple(ranges)
 
@@ -105,20 +92,17 @@ def _acceptances(longest: int) -> SearchStrategy[tuple[float, ...]]:
     return shares.map(lambda drawn: tuple(sorted(drawn, reverse=True)))
 
 
-@functools.cache
-def _draft_models() -> SearchStrategy[DraftModel]:
-    model = st.builds(
-        DraftModel,
-        num_layers=one_of((2, 1, 3, 4)),
-        num_heads=maybe(one_of((4, 8))),
-        num_kv_heads=maybe(one_of((2, 4))),
-        head_dim=maybe(one_of((64, 128))),
-        latent=maybe(_latents()),
-        sinks=st.booleans(),
-        vocab_size=maybe(one_of((1000, 32000))),
-        eager_because=one_of((None, None, None, "its attention reads lengths on the host")),
-    )
-    return st.just(DraftModel()) | model
+_DRAFT_MODELS = st.just(DraftModel()) | st.builds(
+    DraftModel,
+    num_layers=one_of((2, 1, 3, 4)),
+    num_heads=maybe(one_of((4, 8))),
+    num_kv_heads=maybe(one_of((2, 4))),
+    head_dim=maybe(one_of((64, 128))),
+    latent=maybe(_LATENTS),
+    sinks=st.booleans(),
+    vocab_size=maybe(one_of((1000, 32000))),
+    eager_because=one_of((None, None, None, "its attention reads lengths on the host")),
+)
 
 
 @composite
@@ -129,6 +113,7 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     )
     if scheduled and draw(one_of((False, False, True))):
         schedule = ScheduleSource.MEASURED
+    # Traffic that is drawn has no acceptance, which a measured schedule needs.
     given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     method = draw(one_of(Method))
     roles = (Role.TARGET, Role.DRAFT_PREFILL)[: draw(one_of((0, 0, 0, 1, 2)))]
@@ -137,16 +122,16 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
         num_tokens=longest,
         schedule=schedule,
         acceptance=draw(_acceptances(longest)) if given else (),
-        model=draw(_draft_models()),
+        model=draw(_DRAFT_MODELS),
         chain=draw(one_of(Chain)),
+        # MTP modules draft one after another, so a spec with both is refused.
         parallel_drafting=draw(one_of((False, False, method is not Method.MTP))),
+        # A profile has no times of decodes that vary.
         varying_decodes=() if schedule is ScheduleSource.MEASURED else roles,
     )
 
 
-@functools.cache
-def _size_lists() -> SearchStrategy[tuple[int, ...]]:
-    return st.lists(counts(128), max_size=6).map(tuple)
+_SIZE_LISTS: SearchStrategy[tuple[int, ...]] = st.lists(counts(128), max_size=6).map(tuple)
 
 
 @composite
@@ -170,14 +155,14 @@ def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
 def _sizes(draw: DrawFn) -> Sizes:
     """Draw any policy but measured with the options that it takes."""
     policy = draw(one_of(policy for policy in Policy if policy is not Policy.MEASURED))
-    listed = _size_lists()
     tokens = reqs = None
+    # Explicit sizes must name some, of either kind of batch.
     if policy is Policy.EXPLICIT:
-        tokens, reqs = draw(maybe(listed)), draw(maybe(listed))
+        tokens, reqs = draw(maybe(_SIZE_LISTS)), draw(maybe(_SIZE_LISTS))
         if not tokens and not reqs:
             tokens = (draw(counts()),)
     elif policy is Policy.VLLM:
-        tokens = draw(maybe(listed))
+        tokens = draw(maybe(_SIZE_LISTS))
     return Sizes(
         policy=policy,
         graphs=draw(st.integers(1, 12)) if policy is Policy.MINIMAX else None,
@@ -203,6 +188,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool)
                 name=draw(one_of((f"group {number}", f"g{number}"))), layers=count, backend=backend, window=window
             )
         )
+    # The groups of a role have all of its layers.
     if groups and (left := layers - sum(group.layers for group in groups)):
         groups[-1] = replace(groups[-1], layers=groups[-1].layers + left)
     return RoleSpec(
@@ -213,39 +199,25 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool)
     )
 
 
-@functools.cache
-def _budgets() -> SearchStrategy[Budget]:
-    plain: SearchStrategy[Budget] = st.just(Budget())
-    return plain | st.builds(
-        Budget,
-        max_graphs=maybe(counts()),
-        memory=maybe(st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()),
-        seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
-        graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
-        memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
-        seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
-    )
+_MEMORIES = st.integers(0, 80).map(lambda n: n * (25 << 20)) | BYTE_COUNTS
 
+_BUDGETS = st.just(Budget()) | st.builds(
+    Budget,
+    max_graphs=maybe(counts()),
+    memory=maybe(_MEMORIES),
+    seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
+    graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
+    memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
+    seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
+)
 
-@functools.cache
-def captures() -> SearchStrategy[CaptureTiming]:
-    """Return all at start, or some on first use within a budget."""
-    plain: SearchStrategy[CaptureTiming] = st.just(CaptureTiming())
-    return (
-        plain
-        | plain
-        | st.builds(
-            CaptureTiming,
-            policy=st.just(CapturePolicy.LAZY),
-            memory=st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts(),
-            seconds_per_minute=one_of((0.1, 1, 2.5, 60)),
-        )
-    )
+_AT_START = st.just(CaptureTiming())
+_ON_FIRST_USE = st.builds(
+    CaptureTiming, policy=st.just(CapturePolicy.LAZY), memory=_MEMORIES, seconds_per_minute=one_of((0.1, 1, 2.5, 60))
+)
+_CAPTURES = _AT_START | _AT_START | _ON_FIRST_USE
 
-
-@functools.cache
-def _loras() -> SearchStrategy[Lora]:
-    return st.builds(Lora, max_active=counts(17), specialize=st.booleans())
+_LORAS = st.builds(Lora, max_active=counts(17), specialize=st.booleans())
 
 
 @composite
@@ -271,17 +243,21 @@ def specs(
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
     speculative = draw(maybe(_speculatives(scheduled)))
+    # Heads of a drafter that do not divide are replaced by the target's.
     if speculative is not None and any(speculative.head_problems(model, tensor)):
         speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
     if speculative is not None and (measured or not varying):
         speculative = replace(speculative, varying_decodes=())
+    # A draft model has the target's vocabulary: a spec with another one is refused.
     if speculative is not None and speculative.method is Method.DRAFT_MODEL:
         speculative = replace(speculative, model=replace(speculative.model, vocab_size=None))
     chain = speculative is not None and speculative.is_chain
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
+    # Recurrent layers are in no attention group.
     layers[Role.TARGET] = model.attention_layers
     roles = {}
     for role in Role:
+        # A spec refuses settings of a role that never runs.
         if role is Role.TARGET or chain or (speculative is not None and role is Role.DRAFT_PREFILL):
             roles[role.value] = draw(_role_specs(layers[role], names, measured)) if draw(st.booleans()) else RoleSpec()
     return Spec(
@@ -298,10 +274,10 @@ def specs(
             sequence=draw(st.booleans()),
             decode_context=draw(one_of((1, 1, 2))),
         ),
-        lora=draw(maybe(_loras())),
+        lora=draw(maybe(_LORAS)),
         piecewise=Piecewise(split_attention=draw(st.booleans()), capturable=draw(st.booleans())),
-        budget=draw(_budgets()),
+        budget=draw(_BUDGETS),
         pool=draw(one_of(Pool)),
-        capture=draw(captures()),
+        capture=draw(_CAPTURES),
         ignore=draw(one_of(((), (), ("CP012", "CP021")))),
     )

@@ -55,6 +55,7 @@ def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
 
 def one_of(values: Iterable[T]) -> SearchStrategy[T]:
     """Return a strategy for one of a few values, or of the members of an enum."""
+    # Read once, as the values may be those of an iterator.
     listed = tuple(values)
     # (1, 2) and (1.0, 2.0) are equal keys of a cache, and are not the same values.
     return _one_of(listed, *map(type, listed))
@@ -79,32 +80,27 @@ def words(first: str, others: str, most: int) -> SearchStrategy[str]:
     return st.builds(operator.add, st.sampled_from(first), st.text(first + others, max_size=most))
 
 
-@functools.cache
-def any_names() -> SearchStrategy[str]:
-    """Return names that YAML may take for something else."""
-    plain = st.sampled_from(("tiny", "Qwen/Qwen3-8B", "null", "no", "8", "8.7", "1e3", "0x1F", "true", "a b"))
-    return plain | words(string.ascii_letters + string.digits, "._/+ -", 11)
+NAMES = st.sampled_from(("tiny", "Qwen/Qwen3-8B", "null", "no", "8", "8.7", "1e3", "0x1F", "true", "a b")) | words(
+    string.ascii_letters + string.digits, "._/+ -", 11
+)
+"""Some of them YAML may take for something else."""
 
+VERSIONS = st.sampled_from(("2.13.0", "13.0", "8", "1e5", "3.0.0.post1")) | words(
+    string.digits, string.ascii_letters + ".+-", 9
+)
 
-@functools.cache
-def versions() -> SearchStrategy[str]:
-    listed = st.sampled_from(("2.13.0", "13.0", "8", "1e5", "3.0.0.post1"))
-    return listed | words(string.digits, string.ascii_letters + ".+-", 9)
+TEXTS = st.sampled_from(("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")) | st.text(
+    string.printable.replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1, max_size=20
+)
+"""Of one line or more."""
 
+BYTE_COUNTS = st.integers(0, 1 << 60) | st.builds(
+    operator.mul, st.integers(0, 2000), st.sampled_from((1, 1 << 10, 1 << 20, 1 << 30))
+)
+"""Sizes of memory, round or not."""
 
-@functools.cache
-def any_text() -> SearchStrategy[str]:
-    """Return texts of one line or more."""
-    return st.sampled_from(("as asked", "no", "8", "- a: [b]", "# not a comment", "two\nlines", " é ")) | st.text(
-        string.printable.replace("\r", "").replace("\x0b", "").replace("\x0c", ""), min_size=1, max_size=20
-    )
-
-
-@functools.cache
-def byte_counts() -> SearchStrategy[int]:
-    """Return sizes of memory, round or not."""
-    units = st.sampled_from((1, 1 << 10, 1 << 20, 1 << 30))
-    return st.builds(lambda n, unit: n * unit, st.integers(0, 2000), units) | st.integers(0, 1 << 60)
+AMOUNTS = st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False)
+"""Figures that are 0 or more."""
 
 
 @functools.cache
@@ -113,34 +109,30 @@ def counts(most: int = 64) -> SearchStrategy[int]:
     return st.sampled_from([n for n in _COUNTS if n <= most]) | st.integers(1, most)
 
 
-@functools.cache
-def amounts() -> SearchStrategy[float]:
-    """Return figures that are 0 or more."""
-    return st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False)
-
-
 list_of = functools.cache(st.lists)
+
+_KNOWN: Mapping[Any, SearchStrategy[Any]] = {
+    Count: counts(),
+    Name: NAMES,
+    Version: VERSIONS,
+    Moment: one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00")),
+    Digest: one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)),
+    Rule: words(string.ascii_lowercase, string.digits + "-", 9),
+    str: TEXTS,
+    float: AMOUNTS,
+    bool: st.booleans(),
+    int: st.integers(0, 64),
+}
 
 
 @functools.cache
 def by_type(hint: Any) -> SearchStrategy[Any]:
     """Return small values of a field's type, within its constraints."""
-    known: Mapping[Any, Callable[[], SearchStrategy[Any]]] = {
-        Count: counts,
-        Name: any_names,
-        Version: versions,
-        Moment: lambda: one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00")),
-        Digest: lambda: one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)),
-        Rule: lambda: words(string.ascii_lowercase, string.digits + "-", 9),
-        str: any_text,
-        float: amounts,
-        bool: st.booleans,
-        int: lambda: st.integers(0, 64),
-    }
-    if hint in known:
-        return known[hint]()
+    if hint in _KNOWN:
+        return _KNOWN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
+        # The unions that are drawn here are those of a type with None.
         return maybe(by_type(next(arg for arg in args if arg is not type(None))))
     if origin is tuple:
         return list_of(by_type(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(by_type, args))
@@ -152,7 +144,7 @@ def by_type(hint: Any) -> SearchStrategy[Any]:
             # Bounds of records are far above any machine's; what has none may count steps for years.
             return st.integers(rule.ge, 1 << 40 if rule.le is None else min(rule.le, 64))
         assert isinstance(rule, Number), f"{hint} has no strategy; add one to the known types"
-        figures = amounts() if rule.le is None else one_of((0.0, 0.125, rule.le))
+        figures = AMOUNTS if rule.le is None else one_of((0.0, 0.125, rule.le))
         return figures.filter(lambda value: rule.problem(value) is None)
     return one_of(hint) if issubclass(hint, enum.Enum) else records(hint)
 
@@ -165,12 +157,12 @@ def _fields(kind: type[Any], without: frozenset[str]) -> dict[str, SearchStrateg
     return {name: by_type(hints[name]) for name in names if (name, hints[name]) != ("version", SchemaVersion)}
 
 
-def records(kind: type[T], **given: SearchStrategy[Any]) -> SearchStrategy[T]:
+def records(kind: type[T], /, **given: SearchStrategy[Any]) -> SearchStrategy[T]:
     """Return records whose fields are drawn by their types, unless a strategy is given."""
     return st.builds(kind, **_fields(kind, frozenset(given)), **given)  # type: ignore[arg-type]
 
 
-def record_of(draw: DrawFn, kind: type[T], **given: Any) -> T:
+def record_of(draw: DrawFn, kind: type[T], /, **given: Any) -> T:
     """Draw a record whose fields are drawn by their types, unless a value is given."""
     fields: Mapping[str, SearchStrategy[Any]] = _fields(kind, frozenset(given))  # type: ignore[arg-type]
     return kind(**given, **{name: draw(strategy) for name, strategy in fields.items()})

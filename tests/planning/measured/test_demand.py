@@ -137,7 +137,7 @@ def test_each_pass_counts_at_its_own_decodes_or_at_mixed_batches(
     assert demand.unserved == unserved
     assert demand.total == sum(weights_of.values())
     for each in ladders:
-        assert demand.passes(each) == passes[each]
+        assert demand.passes[each] == passes[each]
         assert by_request or passes[each] == observed[each].total()
         weights = smoothed(observed[each], each.domain.intervals[-1][1], sum(weights_of.values()), passes[each])
         for amount, weight in heavy[each].items():
