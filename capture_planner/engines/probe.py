@@ -14,8 +14,8 @@ Between two numbers of requests, or of adapters, with the same answers, the answ
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
@@ -41,9 +41,9 @@ def answers(
     dispatch: Asked,
     *,
     families: Iterable[DecodeFamily] | None = None,
-    request_counts: Iterable[int] = (),
-    token_counts: Iterable[int] = (),
-    lora_counts: Iterable[int] = (),
+    request_counts: Collection[int] = (),
+    token_counts: Collection[int] = (),
+    lora_counts: Collection[int] = (),
 ) -> tuple[DispatchRun, ...]:
     """Return what a dispatcher answers, compressed.
 
@@ -54,16 +54,8 @@ def answers(
     :param token_counts: the same for tokens above the largest graph, where otherwise both ends alone are asked about.
     :param lora_counts: the same for active adapters, besides those of the graphs.
     """
-    probe = _DispatcherProbe(
-        role,
-        deployment,
-        tuple(graphs),
-        dispatch,
-        tuple(decode_families(role, deployment) if families is None else families),
-        tuple(request_counts),
-        tuple(token_counts),
-        tuple(lora_counts),
-    )
+    decodes = tuple(decode_families(role, deployment) if families is None else families)
+    probe = _DispatcherProbe(role, deployment, graphs, dispatch, decodes, request_counts, token_counts, lora_counts)
     return tuple(probe.all())
 
 
@@ -80,6 +72,12 @@ def _merged(pieces: Iterable[_Range]) -> tuple[_Range, ...]:
         else:
             ranges.append((first, last, answer))
     return tuple(ranges)
+
+
+def _runs(ranges: Iterable[_Range], **shape: Any) -> Iterator[DispatchRun]:
+    """Yield the ranges as answers to batches of one shape."""
+    for first, last, (graph, reason) in ranges:
+        yield DispatchRun(first=first, last=last, graph=graph, reason=reason, **shape)
 
 
 def _from(ranges: Iterable[_Range], least: int) -> tuple[_Range, ...]:
@@ -112,12 +110,12 @@ def _bands(
 class _DispatcherProbe:
     role: Role
     deployment: Deployment
-    graphs: tuple[ObservedGraph, ...]
+    graphs: Sequence[ObservedGraph]
     dispatch: Asked
     families: tuple[DecodeFamily, ...]
-    request_counts: tuple[int, ...]
-    token_counts: tuple[int, ...]
-    lora_counts: tuple[int, ...]
+    request_counts: Collection[int]
+    token_counts: Collection[int]
+    lora_counts: Collection[int]
 
     def all(self) -> Iterator[DispatchRun]:
         """Yield the answers, with the numbers of adapters that are answered alike together."""
@@ -165,17 +163,7 @@ class _DispatcherProbe:
                     for count in self._request_counts(query_len)
                     if count >= loras
                 )
-                for first, last, (graph, reason) in _merged(replies):
-                    runs.append(
-                        DispatchRun(
-                            query_len=query_len,
-                            past_prompt=past_prompt,
-                            first=first,
-                            last=last,
-                            graph=graph,
-                            reason=reason,
-                        )
-                    )
+                runs += _runs(_merged(replies), query_len=query_len, past_prompt=past_prompt)
             if self.role is not Role.DRAFT_DECODE:
                 runs += self._mixed(past_prompt, loras)
         return tuple(runs)
@@ -201,16 +189,7 @@ class _DispatcherProbe:
             return self._by_tokens(num_reqs, past_prompt, loras)
 
         for min_reqs, max_reqs, ranges in _bands(self._mixed_points(max(loras, 1)), by_tokens, _from):
-            for first, last, (graph, reason) in ranges:
-                yield DispatchRun(
-                    past_prompt=past_prompt,
-                    min_reqs=min_reqs,
-                    max_reqs=max_reqs,
-                    first=first,
-                    last=last,
-                    graph=graph,
-                    reason=reason,
-                )
+            yield from _runs(ranges, past_prompt=past_prompt, min_reqs=min_reqs, max_reqs=max_reqs)
 
     def _mixed_points(self, least: int) -> list[int]:
         limits = self.deployment.limits
