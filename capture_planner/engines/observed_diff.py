@@ -121,9 +121,7 @@ _EFFECTS = {
 
 def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
     """Yield one change for all batches of one kind with the same difference."""
-    alike: dict[tuple[Role, Kind, int | None, Effect], list[BatchDifference]] = {}
-    for each in differences:
-        alike.setdefault((each.role, each.kind, each.query_len, each.effect), []).append(each)
+    alike = grouped(differences, lambda each: (each.role, each.kind, each.query_len, each.effect))
     for (role, kind, query_len, effect), group in alike.items():
         spans = list(_spans(group))
         shown = ", ".join(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
