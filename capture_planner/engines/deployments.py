@@ -28,7 +28,7 @@ from capture_planner.records.batch_space import (
 )
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, spans
 
 
 @attrs.frozen(kw_only=True)
@@ -77,12 +77,11 @@ class Run:
         return sizes
 
     def __str__(self) -> str:
-        span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
-        plural = "" if self.last == 1 else "s"
+        span = [(self.first, self.last)]
         if self.batch.kind is Kind.MIXED:
-            text = f"mixed batches of {span} token{plural}"
+            text = f"mixed batches of {spans(span, 'token')}"
         else:
-            text = f"decodes of {span} request{plural}, query length {self.batch.query_len}"
+            text = f"decodes of {spans(span, 'request')}, query length {self.batch.query_len}"
         return text + (f", {self.batch.active_loras} active LoRA" if self.batch.active_loras else "")
 
 

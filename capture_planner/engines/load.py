@@ -18,7 +18,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import union
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, ranges_text
 from capture_planner.records.traffic import Traffic, TrafficCount
 
 
@@ -120,8 +120,7 @@ def _up_to(runs: Sequence[Run], load: EngineLoad) -> str:
     if most is None or not decodes or max(last for _, last in decodes) <= most:
         return ""
     ends = [(first, min(last, most)) for first, last in union(decodes) if first <= most]
-    texts = (f"{first}" if first == last else f"{first} to {last}" for first, last in ends)
-    return f"by decodes of {', '.join(texts)} requests " if ends else ""
+    return f"by decodes of {ranges_text(ends)} requests " if ends else ""
 
 
 def reached_graphs(emulation: Emulation, load: EngineLoad) -> tuple[int, int]:

@@ -16,9 +16,10 @@ from capture_planner.engines.export import BatchDifference, Effect, compared, si
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, grouped
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_tiers, split_when
+from capture_planner.records.batch_space import decode_tiers, union
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.text import ranges_text
 
 
 @attrs.frozen(kw_only=True)
@@ -123,8 +124,8 @@ def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
     """Yield one change for all batches of one kind with the same difference."""
     alike = grouped(differences, lambda each: (each.role, each.kind, each.query_len, each.effect))
     for (role, kind, query_len, effect), group in alike.items():
-        spans = list(_spans(group))
-        shown = ", ".join(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
+        spans = union((each.first, each.last) for each in group)
+        shown = ranges_text(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
         if kind is Kind.DECODE:
             batches = f"decodes of {shown} requests, {query_len} each,"
         else:
@@ -136,14 +137,6 @@ def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
         total = f"; {count:,} batches in all" if len(spans) > MAX_SPANS else ""
         message = f"{role}: {batches} {_EFFECTS[effect]}, such as {before}, which became {after}{total}"
         yield Change(role, "answer", message)
-
-
-def _spans(group: Iterable[BatchDifference]) -> Iterator[str]:
-    """Yield which extents they are, neighbours as one."""
-    extents = sorted({(each.first, each.last) for each in group})
-    for run in split_when(lambda a, b: b[0] > a[1] + 1, extents):
-        first, last = run[0][0], max(last for _, last in run)
-        yield str(first) if first == last else f"{first} to {last}"
 
 
 def _ran_otherwise(plan: Plan, observation: Observation) -> Iterator[Change]:

@@ -18,7 +18,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import union
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, ranges_text
 
 LEAST = {False: (1.0, 0.03), True: (0.0, 0.004)}
 """MiB and seconds of a graph of the target, and (True) of a drafter, at least: vLLM 0.33 on an H200 with Qwen3-0.6B and
@@ -182,11 +182,8 @@ def _batches(meeting: Sequence[BatchAnswer], others: Iterable[BatchAnswer]) -> s
         some = [one for one in meeting if one.batch.kind is kind]
         if some:
             ends = ranges(some)
-            text = ", ".join(
-                f"{first}" if first == last else f"{first} to {last}" for first, last in ends[:MOST_RANGES]
-            )
             more = len(ends) - MOST_RANGES
-            text += f" and {more} more ranges" if more > 0 else ""
+            text = ranges_text(ends[:MOST_RANGES]) + (f" and {more} more ranges" if more > 0 else "")
             modes = {one.answer.mode for one in some} - {GraphMode.NONE}
             how = f" ({' or '.join(sorted(mode.value for mode in modes))})" if modes else ""
             parts.append(f"{name} of {text} {unit}{'' if ends[-1][1] == 1 else 's'}{how}{_adapters(some, rest)}")

@@ -9,13 +9,12 @@ from capture_planner.analysis.lint.core import Diagnostic, error, of_role, warni
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, extra_slots, split_when
-from capture_planner.records.text import counted, query_len_text
+from capture_planner.records.text import counted, query_len_text, ranges_text
 
 
 def describe(cells: list[Cell]) -> str:
     """Describe adjacent cells: ``decodes of 9 to 16 requests, query length 4``."""
-    first, last = min(cell.first for cell in cells), max(cell.last for cell in cells)
-    span = f"{first}" if first == last else f"{first} to {last}"
+    span = ranges_text([(min(cell.first for cell in cells), max(cell.last for cell in cells))])
     if cells[0].kind is Kind.MIXED:
         text = f"mixed batches of {span} tokens"
     else:
