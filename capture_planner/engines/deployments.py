@@ -217,10 +217,11 @@ def _of_plan(plan: Plan) -> Emulation:
 def _of_observation(observation: Observation) -> Emulation:
     drafts = None
     if observation.drafts is not None:
-        passes = ((each, Domain(((each.first, each.last),))) for each in observation.drafts)
         drafts = tuple(
-            DecodeFamily(query_len=each.query_len, draft_steps=each.draft_steps, requests=requests)
-            for each, requests in passes
+            DecodeFamily(
+                query_len=each.query_len, draft_steps=each.draft_steps, requests=Domain(((each.first, each.last),))
+            )
+            for each in observation.drafts
         )
     return Emulation(
         engine=observation.engine,
@@ -309,16 +310,11 @@ def coverage_of(emulation: Emulation) -> ObservedCoverage:
             answer=last.answer,
         )
     order = list(emulation.modes)
-    return ObservedCoverage(
-        cells=tuple(
-            sorted(
-                cells.values(),
-                key=lambda cell: (
-                    *(order.index(cell.role), cell.kind.value, cell.query_len or 0, cell.first, cell.min_loras),
-                ),
-            )
-        )
-    )
+
+    def place(cell: Cell) -> tuple[int, str, int, int, int]:
+        return order.index(cell.role), cell.kind.value, cell.query_len or 0, cell.first, cell.min_loras
+
+    return ObservedCoverage(cells=tuple(sorted(cells.values(), key=place)))
 
 
 def _place(answer: BatchAnswer) -> tuple[object, ...]:
