@@ -10,7 +10,6 @@ import enum
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import attrs
@@ -61,7 +60,7 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
         Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
         for (role, entry), text in changed(before, after)
     )
-    changes = (*_whole(old, new), *_roles(old, new, _batches(old, new)), *fingerprints)
+    changes = (*_whole(old, new), *_roles(old, new), *fingerprints)
     if changes or old == new:
         return changes
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
@@ -131,18 +130,17 @@ _DISPATCHED = ("limits", "speculative", "lora", "parallel")
 """Fields of a plan that decide, with its entries and waivers, which batches there are and what serves them."""
 
 
-def _batches(old: Plan, new: Plan) -> Mapping[Role, Sequence[Change]]:
-    """Return the batches of each role that run otherwise."""
+def _batches(old: Plan, new: Plan) -> Iterable[BatchChange]:
+    """Return the batches that run otherwise."""
     before, after = (
         [getattr(plan, name) for name in _DISPATCHED] + [(role.role, role.entries, role.waivers) for role in plan.roles]
         for plan in (old, new)
     )
-    changes = () if before == after else rerouted(old, new)
-    by_role = grouped(changes, lambda each: each.role)
-    return {role: [Change(role, "batches", each.message) for each in alike] for role, alike in by_role.items()}
+    return () if before == after else rerouted(old, new)
 
 
-def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> Iterator[Change]:
+def _roles(old: Plan, new: Plan) -> Iterator[Change]:
+    batches = grouped(_batches(old, new), lambda each: each.role)
     before = {role.role: role for role in old.roles}
     after = {role.role: role for role in new.roles}
     for role in Role:
@@ -153,7 +151,8 @@ def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> It
         elif role in before:
             old_role, new_role = before[role], after[role]
             found = [*_modes(old_role, new_role), *_groups(old_role, new_role), *_entries(old_role, new_role)]
-            found += [*batches.get(role, ()), *_waivers(old_role, new_role)]
+            found += (Change(role, "batches", each.message) for each in batches.get(role, ()))
+            found += _waivers(old_role, new_role)
             yield from found
             if not found and old_role != new_role:
                 message = f"{role}: the same graphs, but different {_differing(old_role, new_role)}"
@@ -440,7 +439,7 @@ def _change(alike: Sequence[_Overlap], before: Sequence[Cell]) -> str:
     """Say what changes for batches that all change in one way; ``before``: the cells of their kind until now."""
     one, start = alike[0], min(each.span[0] for each in alike)
     old, new = (_mode(each) for each in (one.before, one.after))
-    was, now = (_padding(each.worst(side(each)) for each in alike) for side in (_BEFORE, _AFTER))
+    was, now = _padding(each.worst(each.before) for each in alike), _padding(each.worst(each.after) for each in alike)
     if one.after is None:
         return f"no longer admitted; they ran {old} {was}".rstrip()
     if one.before is None:
@@ -452,9 +451,6 @@ def _change(alike: Sequence[_Overlap], before: Sequence[Cell]) -> str:
     if old == new:
         return f"still {new}, {now} instead of {was.removeprefix('padded by up to ') if 'up' in now else was}"
     return f"{old} {was}".rstrip() + f" became {new} {now}".rstrip()
-
-
-_BEFORE, _AFTER = attrgetter("before"), attrgetter("after")
 
 
 def _mode(answer: Dispatch | None) -> str:
