@@ -177,9 +177,8 @@ def _found(engine: Engine, text: ShellText, others: Iterable[Engine]) -> tuple[S
         _refuse_others(engine, commands, others)
         found = [each for command in text.commands for each in _bare(command, alone=len(text.commands) == 1)]
     if not found:
-        raise refusal(
-            engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
-        )
+        program = engine.programs[0]
+        raise refusal(program, "no command here starts it", f"give its command line: {program} ...")
     return tuple(attrs.evolve(each, assumptions=text.assumptions, hidden=text.hidden) for each in found)
 
 
@@ -378,15 +377,13 @@ def read_command(engine: Engine, command: ShellCommand) -> LineReading:
     notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
     notes += _signs(engine, command.variables)
     notes += [f"set and not exported, so the server does not see them: {', '.join(hidden)}"] if hidden else []
+    says = f"{PLAN} is set, so the server has the graphs of {own.get(PLAN)}"
+    planned = [f"{says}; by its flags alone it would have those said here"] if runs else []
     return LineReading(
         words=(*(f"{name}={value}" for name, value in deciding.items()), *command.words),
-        assumptions=(*command.assumptions, *([_planned(own[PLAN])] if runs else []), *_age(engine, command.image)),
+        assumptions=(*command.assumptions, *planned, *_age(engine, command.image)),
         notes=tuple(notes),
     )
-
-
-def _planned(plan: str) -> str:
-    return f"{PLAN} is set, so the server has the graphs of {plan}; by its flags alone it would have those said here"
 
 
 def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
@@ -439,12 +436,10 @@ def _age(engine: Engine, image: str | None) -> Iterator[str]:
     if theirs > ours:
         yield f"{subject}; what differs is not known"
     elif theirs < ours[: len(theirs)]:
-        fitting = (each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs)
-        tabled = (each for each in engine.by_table() if release_of(each.version)[: len(theirs)] == theirs)
-        emulated, by_table = next(fitting, None), next(tabled, None)
-        follow = f"; {engine.name}=={emulated.version} follows it" if emulated else ""
-        follow = follow or (f"; {engine.name}=={by_table.version} answers by its table" if by_table else "")
-        yield engine.history.age(release, subject) + follow
+        ways = ((engine.older, "follows it"), (engine.by_table(), "answers by its table"))
+        known = ((each.version, way) for every, way in ways for each in every)
+        fitting = (f"; {engine.name}=={v} {way}" for v, way in known if release_of(v)[: len(theirs)] == theirs)
+        yield engine.history.age(release, subject) + next(fitting, "")
 
 
 def _signs(engine: Engine, variables: Mapping[str, str]) -> Iterator[str]:
