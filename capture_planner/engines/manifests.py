@@ -343,14 +343,11 @@ def _llm_d(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
                 yield attrs.evolve(found, form="helm", at=at)
 
 
-_STACK = {"maxModelLen": "max-model-len", "dtype": "dtype", "tensorParallelSize": "tensor-parallel-size"} | {
-    "maxNumSeqs": "max-num-seqs",
-    "maxNumBatchedTokens": "max-num-batched-tokens",
-    "pipelineParallelSize": "pipeline-parallel-size",
-    "enableChunkedPrefill": "enable-chunked-prefill",
-    "enablePrefixCaching": "enable-prefix-caching",
-    "maxLoras": "max-loras",
-}
+_STACK = (
+    *("maxModelLen", "dtype", "tensorParallelSize", "pipelineParallelSize", "maxNumSeqs", "maxNumBatchedTokens"),
+    *("enableChunkedPrefill", "enablePrefixCaching", "maxLoras"),
+)
+"""Keys of the production stack that are flags of vLLM in camel case."""
 
 
 def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
@@ -359,14 +356,13 @@ def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
         if not isinstance(each, Mapping) or not each.get("modelURL"):
             continue
         config = each.get("vllmConfig") or {}
-        flags = {_STACK[key]: value for key, value in config.items() if key in _STACK}
+        flags = {re.sub("[A-Z]", r"-\g<0>", key).lower(): value for key, value in config.items() if key in _STACK}
         words = [*_serve(str(each["modelURL"]), None), *as_words(flags), *_words(config.get("extraArgs"))]
         words += ["--enable-lora"] if each.get("enableLoRA") else []
         image = f"{each.get('repository', 'vllm/vllm-openai')}:{each['tag']}" if each.get("tag") else None
         at = ("servingEngineSpec", "modelSpec", index)
-        found = _container(
-            words, _variables(each.get("env")), image, (str(each.get("name", index)),), node.locate(at)[0]
-        )
+        given, name = _variables(each.get("env")), str(each.get("name", index))
+        found = _container(words, given, image, (name,), node.locate(at)[0])
         yield attrs.evolve(found, form="helm", at=at)
 
 
