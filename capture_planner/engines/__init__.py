@@ -42,21 +42,17 @@ def load_engines(*plugins: object, installed: bool = True, named: str | None = N
     """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
 
     An installed plugin that cannot be imported, whose hook fails or that brings no ``Engine`` is left out with a
-    ``PluginWarning``, and so are installed engines of a name that is taken. With ``named`` only entry points of that
-    name are loaded, where there are any. Raises ``EngineError``, which names the
-    plugin, where one of ``plugins`` does so.
+    ``PluginWarning``, and so are installed engines of a name that is taken. One of ``plugins`` that does so is an
+    ``EngineError``, which names it. With ``named`` only entry points of that name are loaded, where there are any.
     """
     by_name: dict[str, Implementation] = {}
     taken: set[str] = set()
-    for item in implementations(
-        hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed, named=named
-    ):
+    hook = "capture_planner_engines"
+    for item in implementations(hookspecs, hook, EngineError, plugins, installed=installed, named=named):
         with left_out(EngineError, item.installed), guarded(f"the plugin {item.distribution}", EngineError):
             if not isinstance(item.value, Engine):
-                raise EngineError(
-                    f"{item.distribution}: {item.value!r} is not an engine; return values of "
-                    "capture_planner.engines.engine.Engine"
-                )
+                remedy = "return values of capture_planner.engines.engine.Engine"
+                raise EngineError(f"{item.distribution}: {item.value!r} is not an engine; {remedy}")
             name = item.value.name
             # Which of two plugins to take is not ours to say: neither is.
             if by_name.setdefault(name, item) is not item:
@@ -80,7 +76,8 @@ def _installed(name: str) -> Mapping[str, Implementation]:
 
 def _others(name: str) -> Iterator[Engine]:
     """Yield the other engines, for a line that starts none of this one's programs."""
-    yield from (item.value for each, item in engines().items() if each != name)
+    base = name.partition("==")[0]
+    yield from (item.value for each, item in engines().items() if each != base)
 
 
 def is_engine(word: str) -> bool:
@@ -92,9 +89,8 @@ def is_engine(word: str) -> bool:
 def find_engine(name: str) -> Engine:
     """Return an installed engine, of the release that ``vllm==0.32`` names, or else the newest that is emulated.
 
-    Of a release that is not, the one that a table of its numbers answers for.
-
-    Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
+    A release that is not emulated may have a table of its numbers, which answers for it. Raises ``EngineError`` for an
+    unknown name, with what is installed, and for a release with neither.
     """
     base, pinned, release = name.partition("==")
     found = _installed(base)
@@ -124,20 +120,17 @@ def read(name: str, words: Sequence[str]) -> LineReading:
 
     Raises ``FlagError`` where no command in it starts the engine, or several do.
     """
-    engine = find_engine(name)
-    return read_line(engine, words, _others(engine.name))
+    return read_line(find_engine(name), words, _others(name))
 
 
 def server(name: str, words: Sequence[str]) -> ShellCommand:
     """Return the one server of an engine that words start, with its place in their file; raises ``FlagError``."""
-    engine = find_engine(name)
-    return server_command(engine, words, _others(engine.name))
+    return server_command(find_engine(name), words, _others(name))
 
 
 def servers(name: str, words: Sequence[str]) -> tuple[ShellCommand, ...]:
     """Return the servers of an engine that words start; raises ``FlagError`` where they start none."""
-    engine = find_engine(name)
-    return server_commands(engine, words, _others(engine.name))
+    return server_commands(find_engine(name), words, _others(name))
 
 
 @attrs.frozen(kw_only=True)
