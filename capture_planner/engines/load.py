@@ -7,7 +7,7 @@ that no load reaches costs nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -53,15 +53,17 @@ class EngineLoad:
         """Steps of the target."""
         return sum(sum(each.values()) for each in (self.steps or {}).values())
 
-    def touched(self, runs: Iterable[Run]) -> int | None:
+    def touched(self, runs: Sequence[Run]) -> int | None:
         """Return how many steps have one of the batches; None where steps are not known."""
         if self.steps is None:
             return None
+        # Runs overlap: batches of one size have several adapters and query lengths.
+        ends = {kind: union((run.first, run.last) for run in runs if run.batch.kind is kind) for kind in Kind}
         return sum(
             count
-            for kind, ends in _ends(runs)
-            for extent, count in self.steps[kind].items()
-            if any(first <= extent <= last for first, last in ends)
+            for kind, counts in self.steps.items()
+            for extent, count in counts.items()
+            if any(first <= extent <= last for first, last in ends[kind])
         )
 
     def reaches(self, kind: Kind, first: int) -> bool:
@@ -81,13 +83,6 @@ def _extent(count: TrafficCount) -> int | None:
     if count.num_reqs is not None or count.num_tokens is None:
         return count.num_reqs
     return count.num_tokens // (count.query_len or 1)
-
-
-def _ends(runs: Iterable[Run]) -> Iterator[tuple[Kind, list[tuple[int, int]]]]:
-    """Yield first and last of the ranges of each kind, whatever adapters and query lengths the batches have."""
-    every = list(runs)
-    for kind in Kind:
-        yield kind, union((run.first, run.last) for run in every if run.batch.kind is kind)
 
 
 def ranked(findings: Sequence[EngineFinding], load: EngineLoad) -> tuple[EngineFinding, ...]:
