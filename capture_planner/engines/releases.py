@@ -8,7 +8,6 @@ code differ. Of a release that only the table has, an answer rests on both, and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -79,7 +78,7 @@ class Releases:
 
     def minor(self) -> str:
         """Return the followed release as messages name it: ``0.33``."""
-        return re.sub(r"(\.0)$", "", self.followed())
+        return self.followed().removesuffix(".0")
 
     @contextmanager
     def following(self, release: str) -> Iterator[None]:
