@@ -166,7 +166,7 @@ def _container(
     """Return a container's command, with its variables in the words where Kubernetes and Compose put them."""
     own = [re.sub(r"\$\((\w+)\)", lambda match: given.get(match[1], match[0]), word) for word in words]
     # A script's variables are the shell's to expand.
-    own = [word if "\n" in word or " " in word else expand(word, given) for word in own]
+    own = [word if "\n" in word or " " in word else expand(word, given.get) for word in own]
     front = ["docker", "run", str(image)] if image else []
     names = [part for part in path if part not in _GENERIC]
     return ShellCommand(words=(*front, *own), variables=dict(given), component=names[-1] if names else "", line=line)

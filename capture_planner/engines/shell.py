@@ -120,9 +120,9 @@ def unset(words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(match[1] or match[2] for word in words for match in VARIABLE.finditer(word)))
 
 
-def expand(text: str, known: Mapping[str, str]) -> str:
-    """Return a text with the variables that are known, and with the defaults of others."""
-    return VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0] if match[3] is None else match[3]), text)
+def expand(text: str, value: Callable[[str, str], str]) -> str:
+    """Return a text with its variables expanded; ``value`` of a name and its default, or else of itself as written."""
+    return VARIABLE.sub(lambda match: value(match[1] or match[2], match[0] if match[3] is None else match[3]), text)
 
 
 _SEQ = re.compile(r"(?:\$\(|`)\s*seq\s+(?:-s\s*(?P<between>'[^']*'|\"[^\"]*\"|\S)\s+)?(?P<ends>[^()`]+?)\s*[)`]")
@@ -299,9 +299,7 @@ def _unquoted(token: str, known: _Variables) -> str:
     """Return a word without its quotes, with the variables that are known."""
 
     def expanded(text: str) -> str:
-        values = VARIABLE.sub(
-            lambda match: known.value(match[1] or match[2], match[0] if match[3] is None else match[3]), text
-        )
+        values = expand(text, known.value)
         return _counted(values, known) if "$(" in values or "`" in values else values
 
     parts: list[str] = []
