@@ -224,12 +224,7 @@ def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
         tokens, reqs = (max(sizes, default=None) for sizes in (largest.num_tokens or (), largest.num_reqs or ()))
         yield replace(spec, sizes=Sizes(policy=policy, max_tokens=tokens, max_reqs=reqs))
     if any(explicit.values()):
-        roles = {
-            role.value: replace(spec.roles.of(role), sizes=explicit.get(role))
-            if explicit.get(role)
-            else spec.roles.of(role)
-            for role in Role
-        }
+        roles = {role.value: replace(spec.roles.of(role), sizes=explicit.get(role)) for role in Role}
         yield replace(spec, roles=Roles(**roles))
     yield spec
 
