@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations
 
 import attrs
@@ -150,8 +150,9 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphS
         )
         for family in sorted(by_family, key=lambda family: family_name(*family))
     )
+    by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
     rests = [
-        sum(sample.mib for sample in capture) - _pool_mib(costs, [(each.family, each.tokens) for each in capture])
+        sum(each.mib for each in capture) - _pool_mib([(by_key[each.family], each.tokens) for each in capture])
         for capture in captures
         if capture
     ]
@@ -235,14 +236,12 @@ def _family_cost(
     return GraphCost(role=role, mode=mode, query_len=query_len, draft_steps=draft_steps, **rounded)
 
 
-def _pool_mib(costs: Iterable[GraphCost], graphs: Sequence[tuple[Family, int]]) -> float:
-    """Return the MiB of one pool after ``graphs``, each a family and its tokens, were captured into it."""
-    by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
+def _pool_mib(graphs: Sequence[tuple[GraphCost, int]]) -> float:
+    """Return the MiB of one pool after ``graphs``, each with its costs and tokens, were captured into it."""
     largest = dict.fromkeys(GraphMode, 0.0)
-    for family, tokens in graphs:
-        cost = by_key[family]
+    for cost, tokens in graphs:
         largest[cost.mode] = max(largest[cost.mode], cost.largest_mib + cost.mib_per_token * tokens)
-    return sum(largest.values()) + sum(by_key[family].mib for family, _ in graphs)
+    return sum(largest.values()) + sum(cost.mib for cost, _ in graphs)
 
 
 @attrs.frozen(kw_only=True)
@@ -270,13 +269,12 @@ def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing
     costs = Costs(profile)
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
-    families = {entry_family(role, entry): costs.of_graph(entry_family(role, entry)) for role, entry in work}
-    pools: dict[Role | None, list[tuple[Family, int]]] = {}
-    for role, entry in work:
-        pool = None if Pool.PER_ROLE not in (sharing, profile.pool) else role
-        pools.setdefault(pool, []).append((families[entry_family(role, entry)].key, entry.num_tokens))
-    pooled = sum(_pool_mib(families.values(), graphs) for graphs in pools.values())
+    families = {family: costs.of_graph(family) for family in (entry_family(role, entry) for role, entry in work)}
     each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]
+    pools: dict[Role | None, list[tuple[GraphCost, int]]] = {}
+    for (role, _), graph in zip(work, each, strict=True):
+        pools.setdefault(role if Pool.PER_ROLE in (sharing, profile.pool) else None, []).append(graph)
+    pooled = sum(map(_pool_mib, pools.values()))
     used = {cost.key: cost for cost in families.values()}.values()
     return Prediction(
         memory_mib=len(pools) * profile.base_mib + pooled + sum(cost.driver_mib for cost, _ in each),
