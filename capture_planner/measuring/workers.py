@@ -73,8 +73,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     if problems:
         raise InvalidDocument(problems)
     seen = [each for _, each in named]
-    speaking = [*{speaker(each): each for each in reversed(seen)}.values()]
-    speaking.reverse()
+    speaking = [own[0] for own in grouped(seen, speaker).values()]
     return replace(
         first,
         started=min(each.started for each in seen),
@@ -165,11 +164,10 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
 
 
 def _batch(counts: Sequence[BatchCount]) -> BatchCount:
-    samples = sum(count.samples for count in counts)
     return attrs.evolve(
         counts[0],
         steps=sum(count.steps for count in counts),
-        samples=samples,
+        samples=sum(count.samples for count in counts),
         milliseconds=_mean(counts, "milliseconds", "samples"),
         interval=_mean(counts, "interval", "intervals"),
         intervals=sum(count.intervals for count in counts),
