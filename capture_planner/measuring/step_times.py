@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -137,12 +137,11 @@ def _grouped(
     return tuple(sorted(found, key=lambda each: (-each.mean_ms * each.steps, str(each))))
 
 
-def _error(timed: Iterable[BatchCount]) -> float:
+def _error(timed: Sequence[BatchCount]) -> float:
     """Return the standard error of the mean of shapes, each with its steps.
 
     A shape of which one step was measured has the spread of all steps of its kind.
     """
-    timed = list(timed)
     known = [(max(count.intervals, 1), count.interval or 0.0, count.interval_error or 0.0) for count in timed]
     number = sum(steps for steps, _, _ in known)
     if number < 2:
