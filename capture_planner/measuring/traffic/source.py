@@ -8,6 +8,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -151,10 +152,7 @@ class TrafficSource:
     def _raw(self, advance: Advance, note: Note) -> Iterator[bytes]:
         """Yield the bytes, decompressed and as UTF-8, and report the bytes of the file itself."""
         try:
-            if self.path == "-":
-                yield from _plain(_read(sys.stdin.buffer, advance), note)
-                return
-            with Path(self.path).open("rb") as file:
+            with nullcontext(sys.stdin.buffer) if self.path == "-" else Path(self.path).open("rb") as file:
                 yield from _plain(_read(file, advance), note)
         except (OSError, zlib.error) as error:
             message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
