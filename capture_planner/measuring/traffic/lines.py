@@ -167,7 +167,8 @@ class _LineTally:
         readable = 0
         for key, count in counted.items():
             shape = self.format.shape(key)
-            if _is_possible(shape):
+            # No batch has more, and a file cannot hold more.
+            if max(shape[1:]) <= MAX_TOKENS:
                 shapes[shape] += count * self.format.times(key)
                 readable += count
         if self.format.clock is not None and (moments := set(self.format.clock.findall(block))):
@@ -183,11 +184,6 @@ class _LineTally:
             return span
         most = max(self._milliseconds.values(), default=0.0)
         return round(most / 1000, 6) or None
-
-
-def _is_possible(shape: Shape) -> bool:
-    """Say whether a batch can have such numbers, and a file hold them."""
-    return shape[1] <= MAX_TOKENS and shape[2] <= MAX_TOKENS
 
 
 def _parts(
