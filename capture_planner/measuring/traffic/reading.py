@@ -32,6 +32,7 @@ from capture_planner.measuring.traffic.source import (
 )
 from capture_planner.measuring.workers import read_workers, speaker
 from capture_planner.modes import Role
+from capture_planner.records._base import grouped
 from capture_planner.records.observation import Observation
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -144,11 +145,8 @@ def _one_of_each(
     read: Sequence[tuple[TrafficSource, SourceCounts]],
 ) -> tuple[list[tuple[TrafficSource, SourceCounts]], list[str]]:
     """Return the sources with the steps of one worker alone, of those that take the same; and what was left out."""
-    lowest: dict[object, int] = {}
-    for _, counts in read:
-        if counts.worker is not None:
-            place, rank = counts.worker
-            lowest[place] = min(rank, lowest.get(place, rank))
+    workers = [counts.worker for _, counts in read if counts.worker is not None]
+    lowest = {place: min(rank for _, rank in alike) for place, alike in grouped(workers, lambda each: each[0]).items()}
     chosen, left = [], []
     for source, counts in read:
         if counts.worker is not None and counts.worker[1] != lowest[counts.worker[0]]:
@@ -291,19 +289,16 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
     if target and all(batch.past_prompt for batch in target):
         yield NO_PROMPTS
     steps = sum(batch.count for batch in batches)
-    missing: Counter[str] = Counter()
-    for batch in batches:
-        missing["requests"] += batch.count * (batch.num_reqs is None)
-        missing["tokens"] += batch.count * (batch.num_tokens is None)
-        missing["phase"] += batch.count * (batch.past_prompt is None)
     follows = {
-        "requests": "the requests of {} of the steps are not known; --query-len gives those of decodes",
-        "tokens": "the tokens of {} of the steps are not known: give --query-len, the tokens of each decode (1 + K)",
-        "phase": "whether {} of the steps are decodes or have prompts is not known",
+        "num_reqs": "the requests of {} of the steps are not known; --query-len gives those of decodes",
+        "num_tokens": "the tokens of {} of the steps are not known: give --query-len, the tokens of each decode "
+        "(1 + K)",
+        "past_prompt": "whether {} of the steps are decodes or have prompts is not known",
     }
     for name, text in follows.items():
-        if missing[name]:
-            yield text.format(f"{missing[name] / steps:.1%}")
+        missing = sum(batch.count for batch in batches if getattr(batch, name) is None)
+        if missing:
+            yield text.format(f"{missing / steps:.1%}")
 
 
 # Prometheus text ---------------------------------------------------------------------------------
