@@ -141,7 +141,7 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
             note(row[column], str(error), column)
             return otherwise
 
-    times: list[tuple[_Cell, _Time]] = []
+    times: list[tuple[_Cell, str, float]] = []
     lengths: list[tuple[int, int]] = []
     for row in table:
         if len(problems) >= MAX_PROBLEMS:
@@ -153,15 +153,15 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
             failed += 1
             continue
         if (time := parsed(_time, row, arrival, None)) is not None:
-            times.append((row[arrival], time))
+            times.append((row[arrival], *time))
         lengths.append((parsed(_length, row, prompt, 0), parsed(_length, row, output, 0)))
     if not lengths and not problems:
         message = f"{failed} requests, which all failed" if failed else "a header and no rows under it"
         raise InvalidDocument([Problem(file=file, message=message)])
-    kind = times[0][1].kind if times else ""
-    same = [(cell, time.value) for cell, time in times if time.kind == kind]
-    for cell, time in times:
-        if time.kind != kind:
+    kind = times[0][1] if times else ""
+    same = [(cell, value) for cell, other, value in times if other == kind]
+    for cell, other, _ in times:
+        if other != kind:
             note(cell, f"expected {kind}, as in the first row, got {cell.text!r}", arrival)
     start = 0 if kind == _SECONDS else min((value for _, value in same), default=0)
     unit = 1 if kind == _SECONDS else 10**9
@@ -232,13 +232,6 @@ def _table(text: str) -> Iterator[list[_Cell]]:
             line, line_start = line + 1, at
 
 
-@attrs.frozen
-class _Time:
-    kind: str
-    value: float
-    """Seconds from the start; of a date, nanoseconds from 1970."""
-
-
 _SECONDS = "a number of seconds from 0"
 _NUMBER = re.compile(r"\+?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _DATE = re.compile(
@@ -246,9 +239,10 @@ _DATE = re.compile(
 )
 
 
-def _time(text: str) -> _Time | None:
+def _time(text: str) -> tuple[str, float] | None:
+    """Return the kind of a time, and its seconds from the start; of a date, nanoseconds from 1970."""
     if _NUMBER.fullmatch(text):
-        return _Time(_SECONDS, float(text))
+        return _SECONDS, float(text)
     match = _DATE.fullmatch(text)
     if match is None:
         raise ValueError(f"expected {_SECONDS}, or a date and time, got {_shown(text)}")
@@ -257,7 +251,7 @@ def _time(text: str) -> _Time | None:
     seconds = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(seconds=1)
     # A date's fraction may have more digits than a datetime holds, and its seconds more than a float.
     nanoseconds = seconds * 10**9 + int((fraction or "").ljust(9, "0"))
-    return _Time("a date and time with a zone" if zone else "a date and time without a zone", nanoseconds)
+    return f"a date and time with{'' if zone else 'out'} a zone", nanoseconds
 
 
 def _length(text: str) -> int:
