@@ -96,14 +96,10 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
     for first, last, k in decode_tiers(coverage.plan):
         width = 1 + k + slots
         if last * width > limits.max_num_tokens:
-            fits = limits.max_num_tokens // width
-            yield Diagnostic(
-                role=Role.TARGET,
-                path=("limits", "max_num_tokens"),
-                message=f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens, but "
-                f"max_num_tokens is {limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} "
-                "requests cannot be decoded",
-            )
+            need = f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens"
+            beyond = f"batches of {max(limits.max_num_tokens // width + 1, first)} to {last} requests cannot be decoded"
+            message = f"{need}, but max_num_tokens is {limits.max_num_tokens}: {beyond}"
+            yield Diagnostic(message, Role.TARGET, ("limits", "max_num_tokens"))
 
 
 @error("CP004", "vllm#47460", "plan again from the spec")
@@ -112,14 +108,10 @@ def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     runs = coverage.plan.speculative.roles if coverage.plan.speculative else (Role.TARGET,)
     for role in Role:
         planned = role in coverage.plan.planned
-        if planned != (role in runs):
-            yield Diagnostic(
-                role=role,
-                path=("roles",),
-                message=f"the deployment does not run {role}, but the plan has it"
-                if planned
-                else f"the deployment runs {role}, but the plan lacks it",
-            )
+        if planned and role not in runs:
+            yield Diagnostic(f"the deployment does not run {role}, but the plan has it", role, ("roles",))
+        elif not planned and role in runs:
+            yield Diagnostic(f"the deployment runs {role}, but the plan lacks it", role, ("roles",))
 
 
 _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)

@@ -79,12 +79,9 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     number = plan.num_graphs - plan.num_lazy
     need, memory = number * budget.memory_per_graph, plan.environment.device.memory
     if budget.allowed_graphs() is None and plan.forecast is None and need > MEMORY_SHARE * memory:
-        yield Diagnostic(
-            path=("budget",),
-            message=f"{counted(number, 'graph')}{' at start' if plan.num_lazy else ''} may take "
-            f"{need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
-            f"{number * budget.seconds_per_graph:.0f} s to capture",
-        )
+        graphs = f"{counted(number, 'graph')}{' at start' if plan.num_lazy else ''}"
+        cost = f"{need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and {number * budget.seconds_per_graph:.0f} s"
+        yield Diagnostic(f"{graphs} may take {cost} to capture", path=("budget",))
 
 
 @note("CP044", "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
@@ -118,10 +115,8 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
         ]
         if coarse:
             worst, tokens, real = max(coarse, key=lambda found: found[0].worst)
-            message = (
-                f"{worst.first} requests are padded from {real} to {tokens} tokens, although more graphs would fit"
-            )
-            yield of_role(coverage, role, message, "entries")
+            padded = f"{worst.first} requests are padded from {real} to {tokens} tokens"
+            yield of_role(coverage, role, f"{padded}, although more graphs would fit", "entries")
 
 
 @warning("CP049", "vllm-ascend#1168", "add sizes below, or use the default policy", at="sizes")

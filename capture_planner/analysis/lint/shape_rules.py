@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
 from capture_planner.analysis.lint.core import RULES, Diagnostic, Severity, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, request_step, token_step
-from capture_planner.records.plan import RolePlan
 from capture_planner.records.text import spans
 
 HEAVY_RATIO = 2.0
@@ -98,11 +97,9 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     speculative = coverage.plan.speculative
     for index, (first, last, k) in enumerate(speculative.ranges if speculative else ()):
         if speculative and k > speculative.num_tokens:
-            yield Diagnostic(
-                path=("speculative", "schedule", index),
-                message=f"the schedule has {k} draft tokens for {first} to {last} requests, but num_tokens is "
-                f"{speculative.num_tokens}",
-            )
+            has = f"the schedule has {k} draft tokens for {first} to {last} requests"
+            message = f"{has}, but num_tokens is {speculative.num_tokens}"
+            yield Diagnostic(message, path=("speculative", "schedule", index))
 
 
 @warning(
@@ -118,37 +115,28 @@ def entry_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
     Its last rows are always padding. A buffer of max_num_reqs rows is too small for it: vLLM sized one by the limits,
     and the padded rows of the largest graph overran it.
     """
-    for role in coverage.plan.roles:
-        for entry, aligned in _beyond(coverage, role):
-            if not aligned:
-                yield of_role(coverage, role, _beyond_text(coverage, entry), "entries")
+    yield from _beyond(coverage, aligned=False)
 
 
 @note("CP016", "vllm#50065", "nothing to fix; size buffers by the entries, not by the limits", at="parallel")
 def aligned_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
     """Sequence parallelism rounds a graph up beyond the limits: padded tokens are a multiple of the ranks."""
-    for role in coverage.plan.roles:
-        for entry, aligned in _beyond(coverage, role):
-            if aligned:
-                message = f"{_beyond_text(coverage, entry)}, rounded up for sequence parallelism"
-                yield of_role(coverage, role, message, "entries")
+    yield from _beyond(coverage, aligned=True)
 
 
-def _beyond(coverage: Coverage, role: RolePlan) -> Iterator[tuple[Entry, bool]]:
-    """Yield the entries of a role beyond the limits, each with whether sequence parallelism is the reason."""
+def _beyond(coverage: Coverage, *, aligned: bool) -> Iterator[Diagnostic]:
+    """Yield the entries beyond the limits: those that sequence parallelism rounded up, or all others."""
     limits, parallel = coverage.plan.limits, coverage.plan.parallel
-    for entry in role.entries:
-        reqs = entry.num_reqs or 0
-        if reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens:
-            step = 1 if entry.tokens_each is None else request_step(entry.tokens_each, parallel)
-            tokens = token_step(parallel) if entry.tokens_each is None else step * entry.tokens_each
-            aligned = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
-            yield entry, aligned
-
-
-def _beyond_text(coverage: Coverage, entry: Entry) -> str:
-    limits = coverage.plan.limits
-    return f"{entry}: the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
+    admits = f"the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
+    for role in coverage.plan.roles:
+        for entry in role.entries:
+            each, reqs = entry.tokens_each, entry.num_reqs or 0
+            step = 1 if each is None else request_step(each, parallel)
+            tokens = token_step(parallel) if each is None else step * each
+            within = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
+            if (reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens) and within is aligned:
+                rounded = ", rounded up for sequence parallelism" if aligned else ""
+                yield of_role(coverage, role, f"{entry}: {admits}{rounded}", "entries")
 
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
