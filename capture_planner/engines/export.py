@@ -261,9 +261,8 @@ def parallel_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     # Only parallel drafting runs other batches than a chain does.
     if plan.speculative is None or not plan.speculative.parallel_drafting:
         return ()
-    says = (
-        f"{engine} has no parallel drafting with {plan.speculative.method.value}: its drafter makes one after another"
-    )
+    method = plan.speculative.method.value
+    says = f"{engine} has no parallel drafting with {method}: its drafter makes one after another"
     return (Loss("parallel-drafting", says, both(Role.DRAFT_PREFILL)),)
 
 
