@@ -1,9 +1,8 @@
 """agree(dispatcher, vector): what every data-parallel rank runs, given the batches of all ranks.
 
-Ranks that share a layer's collectives (expert or attention parallelism) must run the same shapes: all
-replay the same entry, or all run eager. In each step each rank submits its batch of a role; the
-gathered submissions are the vector. ``agree`` depends on the vector and the plan only, so each rank
-computes the same answer by itself. Simulated: nothing here communicates.
+Ranks that share a layer's collectives (expert or attention parallelism) must run the same shapes: all replay the same
+entry, or all run eager. In each step each rank submits its batch of a role; the gathered submissions are the vector.
+``agree`` depends on the vector and the plan only, so each rank computes the same answer alone. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ MIN_RANKS, MAX_RANKS = 2, 16
 
 @attrs.frozen(kw_only=True)
 class Submission:
-    """What one rank submits for one step of one role.
-
-    Raises ``InvalidValue`` for an impossible batch: without requests, with fewer tokens than requests,
-    or with a negative number of adapters.
-    """
+    """What one rank submits for one step of one role; raises ``InvalidValue`` for an impossible batch."""
 
     batch: Batch | None = None
     """Its batch, unpadded; None: the rank is idle."""
@@ -63,10 +58,7 @@ class Submission:
 
 @attrs.frozen(kw_only=True)
 class Vector:
-    """The submissions of all ranks for one step of one role, by rank.
-
-    Raises ``InvalidValue`` without ranks, or for a batch of another role.
-    """
+    """The submissions of all ranks for one step of one role; raises ``InvalidValue`` for none, or another role's."""
 
     role: Role
     ranks: tuple[Submission, ...]
@@ -92,9 +84,8 @@ class Vector:
     def joint(self) -> Batch | None:
         """Return the smallest batch whose graph serves every rank; None if all are idle.
 
-        It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every
-        rank with work has one, of the same query length, and a decode with the longest request of all if every
-        one has a decode. Idle ranks do not count.
+        It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every rank with work
+        has one, of the same query length, and a decode with the longest request of all if every one has a decode.
         """
         batches = [submitted.batch for submitted in self.ranks if submitted.batch is not None]
         if not batches:
@@ -151,9 +142,8 @@ class Agreement:
 def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
     """Return what each rank runs.
 
-    The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the
-    cheapest compatible entry that every rank has, or run eager and unpadded. The answer depends on the
-    plan and the vector only. Raises ``DispatchError`` for a role that the plan does not have.
+    The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the cheapest
+    compatible entry that every rank has, or run eager. Raises ``DispatchError`` for a role that the plan does not have.
     """
     plan, joint = dispatcher.plan, vector.joint()
     if joint is None:
@@ -182,11 +172,7 @@ def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
 
 
 def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
-    """Return the vector as if some ranks had not captured the entry that all agree on.
-
-    :param lost: the ranks.
-    :raises DispatchError: the plan does not have the role.
-    """
+    """Return the vector as if the ranks in ``lost`` lacked the entry that all agree on; raises ``DispatchError``."""
     agreement = agree(dispatcher, vector)
     entry = agreement.lost_entry or agreement.entry
     if entry is None:
@@ -198,11 +184,8 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
 
 
 def _dummy(plan: Plan, joint: Batch) -> Batch:
-    """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length.
-
-    Never more tokens than the joint batch, nor than its longest request: an idle rank must not make the others run
-    more.
-    """
+    """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length."""
+    # An idle rank must not make the others run more: no more tokens than the longest request has.
     query_len = query_len_of(joint.role, plan, joint.num_reqs)
     most = joint.decode_query_len or joint.num_tokens
     return Batch.decode(joint.role, 1, joint.query_len or min(query_len, most))
@@ -284,10 +267,7 @@ def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
 
 
 def explain_share(role: Role, vector: ObservedVector, rank: int, entry: Entry | None) -> str:
-    """Explain in a sentence why a rank ran what all ran, and which other ranks are the cause.
-
-    :param entry: the graph that all replayed; None: all ran eager.
-    """
+    """Explain in a sentence why a rank ran what all ran, ``entry`` or eager, and which other ranks are the cause."""
     batch = vector.batch(role, rank)
     prefix = "idle; " if batch is None else ""
     if entry is None:

@@ -116,10 +116,7 @@ def _of_release(every: Sequence[Engine], release: str) -> list[Engine]:
 
 
 def read(name: str, words: Sequence[str]) -> LineReading:
-    """Return an engine's words in a command line as people paste it: in a container's, a script's, or in quotes.
-
-    Raises ``FlagError`` where no command in it starts the engine, or several do.
-    """
+    """Return an engine's words in what people paste; raises ``FlagError`` where not exactly one command starts it."""
     return read_line(find_engine(name), words, _others(name))
 
 
@@ -145,10 +142,7 @@ class Component:
 
 
 def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
-    """Return the servers that words start: one, but for a file with several components of the engine.
-
-    Raises ``FlagError`` where no command starts the engine.
-    """
+    """Return the servers that words start, one for each component of a file; raises ``FlagError`` for none."""
     # Standard input can be read once.
     if len(words) != 1 or words[0] == "-":
         return (Component(words=tuple(words)),)
@@ -161,10 +155,7 @@ def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
-    """Emulate an engine with its own flags on a machine; raises ``FlagError`` for flags that it refuses.
-
-    A whole command line will do, and whatever ``read`` takes.
-    """
+    """Emulate an engine with any words that ``read`` takes, on a machine; raises ``FlagError`` for flags it refuses."""
     return emulate_line(name, read(name, flags), environment)
 
 

@@ -2,9 +2,7 @@
 
 People paste a container's command, a script, a service's file (Kubernetes, Docker Compose), or a line in quotes. What
 stands before the server's program is skipped, whatever it is: variables, ``docker run`` and its options, ``mpirun``,
-``nohup``, ``numactl``. Of the variables those count that can reach the server.
-Nothing is run: substitutions such as ``$(hostname)`` stay as they are written, and so do variables that the text does
-not set.
+``nohup``, ``numactl``. Of the variables those count that can reach the server. Nothing is run (``shell``).
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ def server_command(engine: Engine, words: Sequence[str], others: Iterable[Engine
 
 
 def server_commands(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> tuple[ShellCommand, ...]:
-    """Return the different commands that start an engine's server: of a file one for each component.
-
-    Raises ``FlagError`` where no command starts it, as ``server_command`` does.
-    """
+    """Return the different commands that start an engine's server, one for each component; raises ``FlagError``."""
     word, component = _component(words)
     text = _text([word] if component else words)
     if text is None:
@@ -118,10 +113,8 @@ def _component(words: Sequence[str]) -> tuple[str, str]:
 
 
 def started(command: Sequence[str], engines: Iterable[Engine]) -> tuple[Engine, int] | None:
-    """Return the engine that a command starts and the number of its program's words; None for another program.
-
-    A program may stand with its folder, and ``python`` with its version.
-    """
+    """Return the engine that a command starts and the number of its program's words; None for another program."""
+    # A program may have its folder in front, and ``python`` its version behind.
     words = [*map(_plain, command[:1]), *command[1:]]
     for engine in engines:
         for program in engine.programs:
@@ -355,10 +348,7 @@ class LineReading:
 
 
 def read_line(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> LineReading:
-    """Return the engine's words in a command line, a text or the file of one; raises ``FlagError``.
-
-    :param others: the other engines, whose commands are told from this one's.
-    """
+    """Return the engine's words in a command line, a text or a file, as ``server_command``; raises ``FlagError``."""
     return read_command(engine, server_command(engine, words, others))
 
 

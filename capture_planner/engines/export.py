@@ -390,12 +390,7 @@ def emulated(export: Export, environment: Environment, emulate: Emulator) -> Emu
 
 
 def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool = False) -> Proof:
-    """Compare a plan with an emulation, or two emulations, graph by graph and batch by batch.
-
-    Batches of which an observation knows no answer are counted in ``unknown``, and are no differences.
-
-    :param both_admit: leave out batches that one of the two does not admit.
-    """
+    """Compare a plan, or an emulation, with an emulation; ``both_admit``: only batches that both of them admit."""
     left = emulation_of(plan)
     ours, theirs = (Counter(map(_plain, each.graphs)) for each in (left, emulation))
     batches = unknown = 0

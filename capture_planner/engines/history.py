@@ -85,7 +85,7 @@ class History:
         )
 
     def gone(self, words: Sequence[str], engine: str) -> list[Problem]:
-        """Return a problem for each old flag among words, with what it is called now, and the age of the line.
+        """Return a problem for each old flag among words, with its successor, and the age of the line.
 
         :param engine: its name and release, as in a sentence.
         """

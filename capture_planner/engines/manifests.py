@@ -40,10 +40,7 @@ _GENERIC = frozenset(
 
 
 def container_commands(text: str, file: str = "") -> ShellText | None:
-    """Return the commands in the text of a file; None where it is no such file, or has no command.
-
-    :param file: its name, by which an engine finds a part of it.
-    """
+    """Return the commands in the text of a file, or None; ``file``: its name, by which an engine finds a part of it."""
     if _DOCKERFILE.search(text) and _SETS.search(text):
         return ShellText((_dockerfile(text),))
     if not (_LOOKS_SO.search(text) or _LIST.match(text)):

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 class Releases:
-    """The releases of one engine.
-
-    :param package: the package that has ``releases.json`` and ``by_release.yaml``.
-    """
+    """The releases of one engine; its ``package`` has ``releases.json`` and ``by_release.yaml``."""
 
     def __init__(self, name: str, package: str, newest: str) -> None:
         self.name, self.newest, self._package = name, newest, package
@@ -124,10 +121,7 @@ class Releases:
         )
 
     def assumptions(self, unused: Collection[str] = ()) -> Iterator[str]:
-        """Yield what the answer for a release of the table rests on.
-
-        :param unused: parts of the code that decide nothing of this answer.
-        """
+        """Yield what an answer by the table rests on; ``unused``: parts of the code that decide nothing of it."""
         if self.followed() == self.base():
             return
         parts = [part for part in self.unknown_parts() if part not in unused]

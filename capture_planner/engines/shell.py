@@ -84,10 +84,7 @@ class ShellText:
 
 
 def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellText:
-    """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes, or values without end.
-
-    :param given: variables of the environment.
-    """
+    """Return the commands of a text in an environment; raises ``FlagError`` for open quotes and endless values."""
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
     joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
     commands: list[ShellCommand] = []

@@ -170,11 +170,7 @@ Graph = tuple[Role, Entry]
 
 
 def with_sizes(derived: DerivedSpec, emulation: Emulation, plan: Callable[[Spec], Plan]) -> DerivedSpec:
-    """Return the spec with the sizes whose plan comes closest to the engine's graphs, and what differs still.
-
-    :param derived: the deployment, with sizes to be chosen.
-    :param plan: makes the plan of a spec on the engine's machine.
-    """
+    """Return the spec with sizes whose ``plan`` comes closest to the engine's graphs, and what differs still."""
     theirs = graphs_of(emulation)
     best: tuple[int, Spec, frozenset[Graph]] | None = None
     reasons: list[str] = []

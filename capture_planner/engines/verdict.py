@@ -108,10 +108,7 @@ class EngineVerdict:
 
 
 def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
-    """Return the verdict.
-
-    :param answers: what ``walk(emulation)`` returns.
-    """
+    """Return the verdict; ``answers`` are those of ``walk(emulation)``."""
     cost, alone = bill(graph.role for graph in emulation.graphs), bool(emulation.by_flags)
     if alone:
         # A model that has no graphs pays for none.

@@ -45,12 +45,10 @@ class Line:
 
     @classmethod
     def robust(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """Fit points of which up to a quarter are far off; the error is their median distance, 0 without points.
-
-        The slope is the median of all slopes between two points (Theil and Sen).
-        """
+        """Fit points of which up to a quarter are far off; the error is their median distance, 0 without points."""
         if not points:
             return cls(0.0, 0.0, 0.0)
+        # Theil and Sen: the median of all slopes between two points.
         slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
         slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
         intercept = statistics.median([y - slope * x for x, y in points])
@@ -201,8 +199,6 @@ def _family_cost(
     """Fit one family; where ``known``, by what each graph takes alone, and else by how pools grew.
 
     Without that, only graphs that came first in a pool show what a graph takes: those after them shared it.
-
-    :param alone: graphs that were captured into pools of their own, apart from the others.
     """
     role, mode, query_len, draft_steps = family
     later = [sample.mib for sample in samples if id(sample) not in firsts]
@@ -262,10 +258,7 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 
 
 def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing: Pool = Pool.SHARED) -> Prediction:
-    """Predict memory and time of a capture of graphs from a profile.
-
-    Raises ``PlanningError`` where the profile has no costs of graphs of a role that is captured.
-    """
+    """Predict memory and time of a capture; raises ``PlanningError`` where a role has no costs in the profile."""
     costs = Costs(profile)
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)

@@ -207,10 +207,7 @@ class Recorder(StepSink):
         return replace(base, seconds=round(seconds, 3), roles=tuple(roles), **totals)
 
     def _counts(self, role: ObservedRole, tallies: Tallies, unlisted: Counter[int | None], most: int) -> dict[str, Any]:
-        """Return the graphs and batches of a role, the rarest rounded up, and the number of its other steps.
-
-        :param unlisted: steps without a shape by graph.
-        """
+        """Return the graphs and batches of a role, the rarest rounded up; ``unlisted``: steps without a shape."""
         coarse, lost = coarsened(tallies, most, self._room)
         listed = sorted(coarse.items(), key=lambda each: -each[1].steps)
         with self._lock:

@@ -62,10 +62,7 @@ class StepTimes:
 
 
 def step_times(observation: Observation) -> StepTimes:
-    """Return what the steps of the target took until the next ones.
-
-    Raises ``CapturePlannerError`` where the observation has no intervals.
-    """
+    """Return what the steps of the target took until the next; raises ``CapturePlannerError`` without intervals."""
     target = next((role for role in observation.roles if role.role is Role.TARGET), None)
     counts = () if target is None else [count for count in target.batches if count.num_tokens]
     if target is None or not any(count.interval for count in counts):
@@ -138,10 +135,7 @@ def _grouped(
 
 
 def _error(timed: Sequence[BatchCount]) -> float:
-    """Return the standard error of the mean of shapes, each with its steps.
-
-    A shape of which one step was measured has the spread of all steps of its kind.
-    """
+    """Return the standard error of the mean of shapes, each with its steps."""
     known = [(max(count.intervals, 1), count.interval or 0.0, count.interval_error or 0.0) for count in timed]
     number = sum(steps for steps, _, _ in known)
     if number < 2:
@@ -150,6 +144,7 @@ def _error(timed: Sequence[BatchCount]) -> float:
     # The squared distances of a shape's steps from its mean, by its standard error.
     squares = sum(error**2 * n * (n - 1) + n * (time - mean) ** 2 for n, time, error in known)
     spread = math.sqrt(squares / (number - 1))
+    # A shape of which one step was measured has the spread of all steps of its kind.
     errors = (
         count.steps * (spread / math.sqrt(max(count.intervals, 1)) if count.interval_error is None else error)
         for count, (_, _, error) in zip(timed, known, strict=True)

@@ -32,10 +32,7 @@ _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative",
 
 
 def read_workers(folder: str | Path) -> Observation:
-    """Return the newest observation of each worker in a folder, as one.
-
-    Raises ``InvalidDocument`` where the folder has none, or they are not of one engine.
-    """
+    """Return the newest observations of a folder's workers as one; raises ``InvalidDocument`` without any."""
     newest: dict[str, Path] = {}
     for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):
         match = _PLACE.fullmatch(path.name)

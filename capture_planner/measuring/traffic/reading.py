@@ -58,10 +58,7 @@ class TrafficReading:
     unreadable: tuple[str, ...]
     """Some of the lines that could not be read."""
     blocks: tuple[tuple[TrafficCount, ...], ...]
-    """The target's batches in stretches of the order of time, to judge noise by; none where a source has no order.
-
-    Rare shapes may be somewhat larger ones of the traffic.
-    """
+    """The target's batches in stretches of time, to judge noise by; rare shapes may be larger. Empty: no order."""
     traces: tuple[RequestTrace, ...]
     """The traces of requests among the sources."""
 
@@ -80,7 +77,7 @@ def read_sources(
     :param paths: files, plain or compressed by gzip; ``-`` is standard input.
     :param advance: called with the bytes that were read since its last call.
     :param formats: what each of the installed engines writes.
-    Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
+    :raises InvalidDocument: a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
     read = [
@@ -160,10 +157,7 @@ def _one_of_each(
 def _read_source(
     source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
-    """Return what was counted in one source, in the format or the formats that it has.
-
-    Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
-    """
+    """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources``."""
     if Path(source.path).is_dir():
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     said: dict[str, None] = {}
@@ -393,10 +387,7 @@ def observed_counts(observation: Observation) -> SourceCounts:
 
 
 def read_run_report(data: dict[str, object], options: SourceOptions) -> SourceCounts:
-    """Return the counts of what ``capture-planner run --format json`` printed: its forwards.
-
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is no such report.
-    """
+    """Return the forwards that ``run --format json`` printed; raises ``KeyError``, ``TypeError`` or ``ValueError``."""
     forwards, steps = data["forwards"], data["steps"]
     assert isinstance(forwards, list) and isinstance(steps, list)
     first, last = (round(share * len(steps)) for share in options.part)

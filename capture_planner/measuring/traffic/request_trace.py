@@ -46,10 +46,7 @@ def is_trace(head: bytes) -> bool:
 
 
 def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
-    """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``.
-
-    A part of it begins with the requests that run by then.
-    """
+    """Return a scheduler's batches of a trace, or of a part with what runs by then; raises ``InvalidDocument``."""
     trace = trace_of(text, name)
     arrivals = tuple(sorted(trace.rows, key=lambda row: row.arrival))
     first, last = (share * arrivals[-1].arrival for share in options.part)

@@ -51,10 +51,7 @@ class SourceOptions:
     pace: Pace | None = None
     """Time of steps, for traces of requests; None: a constant."""
     acceptance: tuple[float, ...] | None = None
-    """For traces of requests: share of steps in which the draft of each position and all before it are accepted.
-
-    None: the deployment's.
-    """
+    """For traces: share of steps in which each draft and all before it are accepted; None: the deployment's."""
     part: tuple[float, float] = (0.0, 1.0)
     """Part of each source to read, as shares of its length: ``(0, 2 / 3)`` is the first two thirds."""
 
