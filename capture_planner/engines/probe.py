@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import attrs
 
 from capture_planner.modes import Reason, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras, split_at
 from capture_planner.records.observation import DispatchRun, ObservedGraph
@@ -270,10 +271,7 @@ class Answers:
     """
 
     def __init__(self, runs: Iterable[DispatchRun]) -> None:
-        alike: dict[tuple[object, ...], list[DispatchRun]] = {}
-        for run in runs:
-            bounds = (run.min_reqs, run.max_reqs, run.min_loras, run.max_loras)
-            alike.setdefault((*form_of(run), *bounds), []).append(run)
+        alike = grouped(runs, lambda run: (form_of(run), run.min_reqs, run.max_reqs, run.min_loras, run.max_loras))
         self._tables: dict[BatchForm, list[_Table]] = {}
         for ranges in alike.values():
             ranges.sort(key=lambda run: run.first)

@@ -16,6 +16,7 @@ import attrs
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError, Problem
+from capture_planner.records._base import grouped
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A word that sets a variable."""
@@ -231,9 +232,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _without_documents(text: str) -> str:
     """Leave out the lines between ``<<EOF`` and ``EOF``."""
     lines, kept, index = text.split("\n"), [], 0
-    places: dict[str, list[int]] = {}
-    for number, line in enumerate(lines):
-        places.setdefault(line.strip(" \t"), []).append(number)
+    places = grouped(range(len(lines)), lambda number: lines[number].strip(" \t"))
     while index < len(lines):
         line, end = lines[index], index
         for match in _HEREDOC.finditer(line):

@@ -113,8 +113,7 @@ def _differences(first: Observation, other: Observation) -> Iterator[str]:
 def _notes(seen: Sequence[Observation]) -> Iterator[str]:
     for each in seen:
         yield from each.notes
-    for replica in sorted({each.replica for each in seen}):
-        own = [each for each in seen if each.replica == replica]
+    for own in grouped(seen, attrgetter("replica")).values():
         missing = sorted(set(range(own[0].world_size)) - {each.rank for each in own})
         if missing:
             ranks = ", ".join(map(str, missing))
