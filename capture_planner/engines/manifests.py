@@ -143,7 +143,9 @@ def _containers(
         words = [*_words(data.get("entrypoint")), *_words(data.get("command")), *_words(data.get("args"))]
         if words:
             given = _variables(data.get("env") or data.get("environment"))
-            found = _container(words, given, data.get("image"), names, _line(node, "args", "command", "entrypoint"))
+            keys = ("args", "command", "entrypoint")
+            line = next((node.keys[key][0] for key in keys if key in node.keys), node.line)
+            found = _container(words, given, data.get("image"), names, line)
             form = "dynamo" if kind == "DynamoGraphDeployment" else "kubernetes"
             yield attrs.evolve(found, form=form if kind else "", at=at)
             return
@@ -167,11 +169,6 @@ def _container(
     front = ["docker", "run", str(image)] if image else []
     names = [part for part in path if part not in _GENERIC]
     return ShellCommand(words=(*front, *own), variables=dict(given), component=names[-1] if names else "", line=line)
-
-
-def _line(node: Node, *keys: str) -> int:
-    """Return the line of the first of the keys that a mapping has."""
-    return next((node.keys[key][0] for key in keys if key in node.keys), node.line)
 
 
 def _words(value: Any) -> list[str]:
