@@ -99,7 +99,9 @@ class Vector:
             num_tokens=max(batch.num_tokens for batch in batches),
             query_len=uniform,
             past_prompt=all(batch.past_prompt for batch in batches),
+            # Drafters take no adapters (vLLM 0.33).
             active_loras=0 if self.role.is_drafter else max(batch.active_loras for batch in batches),
+            # A rank with a mixed batch makes the joint batch a mixed one.
             max_query_len=None if uniform or None in longest else max(length or 0 for length in longest),
         )
 
@@ -147,9 +149,11 @@ def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
     """
     plan, joint = dispatcher.plan, vector.joint()
     if joint is None:
+        # Raises for a role that the plan does not have, as it does where a rank has work.
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
         return Agreement(vector=vector, answers=(none,) * len(vector.ranks))
+    # Padding differs from rank to rank: ``served`` computes it for each batch.
     common = attrs.evolve(dispatcher.dispatch(joint), padded_tokens=0, padded_reqs=0)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if lost_entry is not None:
@@ -207,6 +211,7 @@ def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str
     if entry is None:
         assert agreement.reason is not None
         if agreement.reason is Reason.RANK:
+            # RANK is the reason only where a rank lacks the joint graph, so that a cause is known.
             return f"{prefix}all run eager: {causes[0]}"
         waiver = answer.dispatch.waiver
         detail = f" ({waiver.message})" if waiver is not None else ""
@@ -243,6 +248,7 @@ def _missing(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
     others = tuple(other for other in lacking if other != rank)
     names = (["this rank"] if rank in lacking else []) + ([ranks_text(others)] if others else [])
     have = f"{' and '.join(names)} {_has(lacking)}"
+    # To name one graph would suggest that the others are captured.
     if all(not agreement.vector.ranks[other].captured for other in lacking):
         return f"{have} no graphs"
     return f"{have} not captured {agreement.lost_entry}"
@@ -261,6 +267,7 @@ def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
         most = getattr(joint, name)
         # The tokens of a uniform decode follow from its requests.
         if getattr(own, name) < most and not (name == "num_tokens" and joint.query_len is not None):
+            # One rank with the most is enough to explain it.
             rank = next(rank for rank, batch in batches.items() if getattr(batch, name) == most)
             more.setdefault(rank, []).append(f"{most} {noun}")
     return causes + [f"rank {rank} has {' and '.join(most)}" for rank, most in more.items()]

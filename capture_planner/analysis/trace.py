@@ -86,6 +86,7 @@ def _json_object(line: str) -> dict[str, Any]:
     """Return the object in a line; an empty one where it is none."""
     try:
         found = json.loads(line)
+    # JSON that is nested too deep ends in a RecursionError.
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -116,6 +117,7 @@ def _json_rows(text: str, file: str) -> list[TraceRow]:
 
 def _json_number(data: dict[str, Any], names: tuple[str, ...]) -> float:
     value: Any = next((data[name] for name in names if name in data), None)
+    # A bool is an int for isinstance.
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise ValueError(f"expected {names[0]}, a number from 0, got {_shown(json.dumps(value))}")
     return value  # type: ignore[no-any-return]
@@ -152,6 +154,7 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
         if may_fail and row[output].text == "0":
             failed += 1
             continue
+        # Cells that cannot be read leave placeholders, so that all problems of a file are reported together.
         if (time := parsed(_time, row, arrival, None)) is not None:
             times.append((row[arrival], *time))
         lengths.append((parsed(_length, row, prompt, 0), parsed(_length, row, output, 0)))
@@ -163,12 +166,14 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
     for cell, other, _ in times:
         if other != kind:
             note(cell, f"expected {kind}, as in the first row, got {cell.text!r}", arrival)
+    # Seconds count from the start already; dates begin with the earliest one.
     start = 0 if kind == _SECONDS else min((value for _, value in same), default=0)
     unit = 1 if kind == _SECONDS else 10**9
     for cell, value in same:
         if value - start > MAX_SECONDS * unit:
             note(cell, f"later than {MAX_SECONDS} seconds after the start", arrival)
     if problems:
+        # Kinds and arrivals were checked after the rows, and a reader fixes a file from the top.
         problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
         raise InvalidDocument(problems[:MAX_PROBLEMS])
     rows = [
@@ -207,11 +212,13 @@ class _Cell:
     column: int
 
 
+# Possessive quantifiers: a quote that nothing closes is scanned once, without backtracking.
 _CELL = re.compile(r'[ \t]*+"([^"]*+(?:""[^"]*+)*+)"[ \t]*+(?=[,\n])|([^,\n]*+)')
 
 
 def _table(text: str) -> Iterator[list[_Cell]]:
     """Yield the rows that are not blank: RFC 4180, each cell with its place."""
+    # So that the last row ends as the others do.
     text += "\n"
     line, line_start, at = 1, 0, 0
     row: list[_Cell] = []
@@ -255,6 +262,7 @@ def _time(text: str) -> tuple[str, float] | None:
 
 
 def _length(text: str) -> int:
+    # Eighteen digits at most: int() refuses very long numbers with a message of its own.
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= MAX_LENGTH:
         raise ValueError(f"expected a whole number from 1 to {MAX_LENGTH}, got {_shown(text)}")
     return int(text)

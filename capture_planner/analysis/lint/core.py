@@ -173,5 +173,6 @@ error, warning, note = (partial(rule, severity) for severity in Severity)
 def lint(plan: Plan, ignore: Iterable[str] = ()) -> tuple[Finding, ...]:
     """Return the findings about ``plan``, by code; rules that it or ``ignore`` names are left out, errors never."""
     walked, codes = coverage(plan), {*plan.ignore, *ignore}
+    # An error means wrong results or a contradiction, which no list may hide.
     rules = (each for each in RULES.values() if each.severity is Severity.ERROR or each.code not in codes)
     return tuple(Finding(rule=each, diagnostic=found) for each in rules for found in each.check(walked))

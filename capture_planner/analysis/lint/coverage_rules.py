@@ -73,6 +73,7 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
             if cell.role is role.role
             and cell.kind is Kind.DECODE
             and cell.answer.mode is not GraphMode.FULL
+            # CP001 reports those.
             and cell.answer.reason is not Reason.UNCOVERED
         ]
         for run in merged(slow):
@@ -94,6 +95,7 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     limits, slots = coverage.plan.limits, extra_slots(coverage.plan)
     for first, last, k in decode_tiers(coverage.plan):
+        # The first draft pass has its slots in the same budget of tokens.
         width = 1 + k + slots
         if last * width > limits.max_num_tokens:
             need = f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens"
@@ -135,6 +137,7 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     An engine that follows it runs batches eager that a graph would serve: SGLang's cap of twice the
     tokens rejected 5 tokens for a graph of 16, which was cheap.
     """
+    # Waivers of several roles can be equal, so the role is part of the key.
     used = {(cell.role, cell.answer.waiver) for cell in coverage.cells if cell.answer.waiver is not None}
     for role in coverage.plan.roles:
         for index, waiver in enumerate(role.waivers):

@@ -46,6 +46,7 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
         families = decode_families(role.role, coverage.plan)
         lengths = {family.query_len for family in families}
         lengths |= {shorter for family in families if family.varies for shorter in range(1, family.query_len)}
+        # There is no family of draft decodes where K is 1 or the drafter makes no chain.
         if role.role is Role.DRAFT_DECODE:
             lengths.add(1)
         wrong = sorted({e.query_len for e in role.entries if e.query_len is not None} - lengths)
@@ -133,6 +134,7 @@ def _beyond(coverage: Coverage, *, aligned: bool) -> Iterator[Diagnostic]:
             each, reqs = entry.tokens_each, entry.num_reqs or 0
             step = 1 if each is None else request_step(each, parallel)
             tokens = token_step(parallel) if each is None else step * each
+            # Alignment adds less than one step; what is larger has another cause.
             within = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
             if (reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens) and within is aligned:
                 rounded = ", rounded up for sequence parallelism" if aligned else ""
@@ -195,6 +197,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
     if coverage.plan.forecast is not None and coverage.plan.is_steady:
         return
     for cell in coverage.cells:
+        # Batches with adapters have the same sizes, and would repeat the finding.
         if cell.entry is None or cell.min_loras:
             continue
         real = cell.first * (cell.query_len or 1)
@@ -234,6 +237,7 @@ def schedule_gap(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     most = coverage.plan.limits.max_num_reqs
     ranges = coverage.plan.speculative.ranges if coverage.plan.speculative else ()
+    # The last pair shows a gap behind the last range.
     for index, (before, after) in enumerate(itertools.pairwise((*ranges, (most + 1, most + 1, 0)))):
         if before[1] + 1 < after[0] and before[1] < most:
             gap = spans([(before[1] + 1, min(after[0] - 1, most))], "request")
@@ -267,6 +271,7 @@ def unused_ignore(coverage: Coverage) -> Iterator[Diagnostic]:
             message = f"no rule is called {code}" + (f"; did you mean {near[0]}?" if near else "")
         elif rule.severity is Severity.ERROR:
             message = f"{code} ({rule.name}) is an error, and errors are not ignored"
+        # Whether this rule finds something depends on itself.
         elif rule.check is unused_ignore or any(rule.check(coverage)):
             continue
         else:
