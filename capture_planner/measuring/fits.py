@@ -36,6 +36,7 @@ class Line:
     def of(cls, points: Sequence[tuple[float, float]]) -> Line:
         """Fit points, of which there is one at least; a single point says nothing about its own error."""
         intercept, slope = _fit(points)
+        # A line is closer to the points that it was fitted to than to others, so each is left out in turn.
         left_out = [
             y - (a + b * x)
             for index, (x, y) in enumerate(points)
@@ -52,6 +53,7 @@ class Line:
         slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
         slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
         intercept = statistics.median([y - slope * x for x, y in points])
+        # Noise: a graph of no tokens does not cost less than nothing.
         if intercept < 0:
             intercept, slope = 0.0, max(0.0, statistics.median([y / x for x, y in points]))
         return cls(intercept, slope, statistics.median([abs(y - intercept - slope * x) for x, y in points]))
@@ -66,9 +68,11 @@ def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     xs, ys = zip(*points, strict=True)
     mean = statistics.fmean(ys)
+    # Points of one size have no slope, and linear_regression refuses them.
     if len(set(xs)) == 1:
         return mean, 0.0
     slope, intercept = statistics.linear_regression(xs, ys)
+    # Noise: a larger graph does not cost less.
     if slope < 0:
         return mean, 0.0
     if intercept < 0:
@@ -155,6 +159,7 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphS
         if capture
     ]
     base = max(0.0, statistics.median(rests)) if rests else 0.0
+    # What the first graph of each family took beyond its fit.
     cold = sum(
         max(0.0, by_family[cost.key][0].seconds - cost.seconds - cost.seconds_per_token * by_family[cost.key][0].tokens)
         for cost in costs
@@ -171,6 +176,7 @@ def _growing(capture: Sequence[GraphSample]) -> Iterator[GraphSample]:
     met: set[Family] = set()
     for sample in capture:
         mode, alone = sample.family[1], sample.alone_mib
+        # The pool grows only for a graph that needs more than all before it.
         if sample.family not in met if alone is None else alone > most.get(mode, -1.0):
             most[mode] = max(alone or 0.0, most.get(mode, 0.0))
             yield sample
@@ -234,6 +240,7 @@ def _family_cost(
 
 def _pool_mib(graphs: Sequence[tuple[GraphCost, int]]) -> float:
     """Return the MiB of one pool after ``graphs``, each with its costs and tokens, were captured into it."""
+    # Graphs of one mode share their intermediates, those of two modes do not (see the module).
     largest = dict.fromkeys(GraphMode, 0.0)
     for cost, tokens in graphs:
         largest[cost.mode] = max(largest[cost.mode], cost.largest_mib + cost.mib_per_token * tokens)
@@ -260,12 +267,14 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing: Pool = Pool.SHARED) -> Prediction:
     """Predict memory and time of a capture; raises ``PlanningError`` where a role has no costs in the profile."""
     costs = Costs(profile)
+    # Without a graph not even a pool is made.
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
     families = {family: costs.of_graph(family) for family in (entry_family(role, entry) for role, entry in work)}
     each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]
     pools: dict[Role | None, list[tuple[GraphCost, int]]] = {}
     for (role, _), graph in zip(work, each, strict=True):
+        # Costs of separate pools say nothing about a shared one, so such a profile decides too.
         pools.setdefault(role if Pool.PER_ROLE in (sharing, profile.pool) else None, []).append(graph)
     pooled = sum(map(_pool_mib, pools.values()))
     used = {cost.key: cost for cost in families.values()}.values()

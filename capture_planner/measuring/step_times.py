@@ -83,6 +83,7 @@ def step_times(observation: Observation) -> StepTimes:
     steps = sum(each.steps for each in kinds)
     return StepTimes(
         mean_ms=sum(each.mean_ms * each.steps for each in kinds) / steps,
+        # A kind of one step has no error, and would make that of all infinite.
         error_ms=math.hypot(*(each.error_ms * each.steps for each in kinds if math.isfinite(each.error_ms))) / steps,
         steps=steps,
         unmeasured=sum(count.steps for count in counts) - steps,
@@ -113,6 +114,7 @@ def _grouped(
     found = []
     for alike in grouped(counts, key).values():
         timed = [count for count in alike if count.interval]
+        # Their steps count as unmeasured.
         if not timed:
             continue
         mode, query_len = kind_of_step(target, alike[0], lengths)
@@ -126,6 +128,7 @@ def _grouped(
                 first=min(count.num_tokens for count in alike),
                 last=max(count.num_tokens for count in alike),
                 steps=sum(count.steps for count in alike),
+                # Files without ``intervals`` have a median of samples in place of the mean.
                 measured=sum(count.intervals or count.samples for count in timed),
                 mean_ms=sum((count.interval or 0.0) * count.steps for count in timed) / weight,
                 error_ms=_error(timed),

@@ -34,8 +34,10 @@ _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative",
 def read_workers(folder: str | Path) -> Observation:
     """Return the newest observations of a folder's workers as one; raises ``InvalidDocument`` without any."""
     newest: dict[str, Path] = {}
+    # Files of earlier processes of a worker stay in the folder; the latest replaces them.
     for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):
         match = _PLACE.fullmatch(path.name)
+        # Files of other names count as one worker, so that copies are not added up.
         newest[match["place"] if match else ""] = path
     documents = map(codec.Document.read, newest.values())
     named = [(each.name, each.load(Observation)) for each in documents if each.is_observation]
@@ -52,6 +54,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     Times are the slowest worker's, memory is the tightest one's. Raises ``InvalidDocument`` where they differ in what
     all workers have in common: the engine, its settings, or the graphs of a role.
     """
+    # The lowest rank comes first, and gives what all have in common.
     named = sorted(named, key=lambda each: (each[1].replica, each[1].rank))
     if len(named) == 1:
         return named[0][1]
@@ -92,6 +95,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
 
 def speaker(seen: Observation) -> tuple[int, int]:
     """Return the replica and the data-parallel rank of a worker: those of one take the same steps."""
+    # A file may state more data-parallel ranks than workers, which leaves none for each.
     return seen.replica, seen.rank // max(seen.world_size // seen.parallel.data, 1)
 
 
@@ -101,6 +105,7 @@ def _differences(first: Observation, other: Observation) -> Iterator[str]:
         if ours != theirs:
             yield f"{name} is {theirs if isinstance(theirs, str | int) else 'another'}"
     roles, own = ({role.role: [graph.entry for graph in role.graphs] for role in each.roles} for each in (first, other))
+    # Graphs are compared by role, which needs the same roles.
     if list(roles) != list(own):
         yield f"rank {other.rank} has other roles"
         return
@@ -146,6 +151,7 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
     batches = grouped((count for role in speaking for count in role.batches), shape)
     # A vector is counted by each rank that had work.
     by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
+    # The largest count comes last, and is kept.
     vectors = {replace(each, steps=0): each for each in by_steps}
     return replace(
         first,
@@ -173,6 +179,7 @@ def _batch(counts: Sequence[BatchCount]) -> BatchCount:
 
 def _mean(counts: Sequence[BatchCount], *names: str) -> float | None:
     """Return the mean of figures, by how many steps each is of; both by name."""
+    # A figure of an unknown number of steps counts once.
     timed = [(value, steps or 1) for value, steps in map(attrgetter(*names), counts) if value is not None]
     weight = sum(samples for _, samples in timed)
     return round(sum(value * samples for value, samples in timed) / weight, 5) if timed else None

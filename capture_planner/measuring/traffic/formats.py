@@ -69,6 +69,7 @@ class MetricFormat:
     def is_in(self, head: bytes) -> bool:
         """Say whether a text that begins with ``head`` has metrics of this engine."""
         name = re.escape(self.prefix).encode()
+        # The head of a long scrape may end within the comments on its first metric.
         return re.search(rb"(?m)^(?:# (?:HELP|TYPE) )?" + name + rb"\w+[ {]", head) is not None
 
 

@@ -90,9 +90,11 @@ def read_sources(
     notes = [*left, *(note for _, counts in read for note in counts.notes)]
     target = [each for each in batches if each.role is Role.TARGET]
     deployment = options.deployment
+    # Sources with passes of the drafter need none computed.
     if deployment is not None and deployment.speculative is not None and len(target) == len(batches):
         batches = summed([*batches, *drafter_batches(target, deployment)])
         notes.append("passes of the drafter are not in the sources: they follow from the target's and the spec")
+    # Steps of a trace are simulated, so that no other source has them too.
     met = {(source.name, counts.format) for source, counts in read if not counts.format.startswith("trace")}
     if len(met) > 1 and len({name for _, name in met}) > 1:
         notes.append("the sources have several formats: if two are of the same run, its steps are counted twice")
@@ -111,6 +113,7 @@ def read_sources(
         skipped=sum(counts.skipped for _, counts in read),
         drafted=_positions(counts.drafted for _, counts in read),
         accepted=_positions(counts.accepted for _, counts in read),
+        # One source may have the prompts that another lacks, so this is said of the sum.
         notes=tuple(dict.fromkeys([*(note for note in notes if note != NO_PROMPTS), *_unknown(batches)])),
     )
     return TrafficReading(
@@ -128,6 +131,7 @@ def _steps_of_target(counts: SourceCounts) -> int:
 def _in_order(read: Sequence[SourceCounts], options: SourceOptions) -> tuple[tuple[TrafficCount, ...], ...]:
     """Return the blocks of all sources, neighbours as one where they are many."""
     read = [counts for counts in read if counts.batches]
+    # Where one source has no order, that of all steps is not known.
     if not read or not all(counts.blocks for counts in read):
         return ()
     blocks = [block for counts in read for block in counts.blocks]
@@ -168,11 +172,13 @@ def _read_source(
     head = first[:HEAD]
     whole = _whole_format(head, formats)
     if whole is not None:
+        # Traces have times, and reports list their steps in order; others have totals alone.
         if options.part != (0.0, 1.0) and whole not in (read_trace, _report):
             raise _refusal(source.name, "has no order in time, so no part of it can be read", "give a log or a trace")
         counts = whole(_text(source, itertools.chain([first], blocks)), source.name, options)
         return [attrs.evolve(counts, notes=(*counts.notes, *said))]
     if options.part != (0.0, 1.0):
+        # The format is known by the head of the file, and the part may lie elsewhere.
         blocks.close()  # type: ignore[attr-defined]
         blocks = source.blocks(options.part, advance, lambda note: said.update({note: None}))
         first = b""
@@ -183,6 +189,7 @@ def _read_source(
     if not results:
         skipped, samples = reader.skipped
         shown = f"; {skipped} lines could not be read: {'; '.join(samples)}" if skipped else ""
+        # Samples of binary lines say nothing.
         if b"\0" in head:
             shown = "; it is binary, not text"
         if options.part != (0.0, 1.0):
@@ -225,6 +232,7 @@ def _text(source: TrafficSource, blocks: Iterable[bytes]) -> str:
     parts: list[bytes] = []
     for block in blocks:
         parts.append(block)
+        # The size of compressed text is known only as it is read.
         if sum(map(len, parts)) > MAX_WHOLE:
             raise _refusal(source.name, f"larger than {MAX_WHOLE >> 20} MiB, and its format is not read line by line")
     try:
@@ -242,6 +250,7 @@ def _document(text: str, name: str, options: SourceOptions) -> SourceCounts:
 def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
     try:
         return read_run_report(json.loads(text), options)
+    # Any JSON may have these keys, with anything behind them.
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
         raise _refusal(name, f"JSON, and no run report: {error!r}", "write one with run --format json") from error
 

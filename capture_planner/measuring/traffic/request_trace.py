@@ -65,6 +65,7 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
         acceptance=acceptance,
         window=window,
     )
+    # Batches with prompts have decodes too, whose number is not known.
     drafts = sum(count * batch.num_reqs for batch, count in found.counts.items() if batch.past_prompt)
     return SourceCounts(
         format=f"trace of {len(trace.rows)} requests",
@@ -84,6 +85,7 @@ def acceptance_of(options: SourceOptions) -> tuple[float, ...]:
     if speculative is None:
         return ()
     known = speculative.acceptance if options.acceptance is None else options.acceptance
+    # The acceptance may have been measured with more drafts than the deployment makes.
     return tuple(known[: speculative.num_tokens])
 
 
@@ -114,6 +116,7 @@ def traffic_count(batch: Batch, count: int) -> TrafficCount:
         role=batch.role,
         num_reqs=batch.num_reqs,
         num_tokens=batch.num_tokens,
+        # Prompts that have the shape of a decode are none (law 5).
         query_len=batch.query_len if batch.past_prompt else None,
         past_prompt=batch.past_prompt,
         active_loras=batch.active_loras,

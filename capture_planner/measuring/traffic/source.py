@@ -142,6 +142,7 @@ class TrafficSource:
         if self.path == "-" or path.is_fifo():
             kind = "standard input" if self.path == "-" else "a pipe"
             raise InvalidDocument([Problem(file=self.name, message=f"{kind} has no parts", remedy="name a file")])
+        # The length of compressed text is known only once it is read, so a part takes two passes.
         size = sum(map(len, self._raw(lambda _: None, lambda _: None)))
         first, last = (share * size for share in part)
         return first, math.inf if part[1] >= 1 else last
@@ -195,6 +196,7 @@ def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         held.append(piece)
         length += len(piece)
+        # Each block is matched by every format, and what gzip yields may be a few bytes.
         if length >= BLOCK:
             yield b"".join(held)
             held, length = [], 0
