@@ -58,6 +58,7 @@ def load_engines(*plugins: object, installed: bool = True, named: str | None = N
             if by_name.setdefault(name, item) is not item:
                 taken.add(name)
                 raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
+    # By name, so that messages do not depend on the order of installation.
     return {name: item for name, item in sorted(by_name.items()) if name not in taken}
 
 
@@ -71,6 +72,7 @@ def engines() -> Mapping[str, Implementation]:
 def _installed(name: str) -> Mapping[str, Implementation]:
     """Return the installed engines, or the one that a distribution declares by name: an answer needs no other."""
     found = load_engines(named=name)
+    # A plugin may name its entry point otherwise than its engine.
     return found if name in found else engines()
 
 

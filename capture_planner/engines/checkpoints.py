@@ -110,6 +110,7 @@ def _read(path: Path, quantization: Path | None) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    # Callers expect a ``ValueError`` where a file is no JSON object.
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(config, dict):

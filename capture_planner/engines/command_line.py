@@ -88,6 +88,7 @@ def servers(path: str, engines: Iterable[Engine]) -> tuple[tuple[Engine, ShellCo
     found: dict[object, tuple[Engine, ShellCommand]] = {}
     for command in (read or read_shell(text)).commands:
         own = [(engine, one) for each in _unwrapped(command) for engine in every for one in _started(engine, each)]
+        # An image counts only where no program is named: the words may start something else in it.
         own = own or [(engine, each) for engine in every for each in _in_own_image(engine, command)]
         # A script may start the same server in two branches.
         found |= {(engine.name, one.component, one.words, *one.variables.items()): (engine, one) for engine, one in own}
@@ -108,6 +109,7 @@ def _component(words: Sequence[str]) -> tuple[str, str]:
     if len(words) != 1 or len(words[0]) > MOST_NAME or "\0" in words[0]:
         return "", ""
     file, _, name = words[0].rpartition("#")
+    # A file may have # in its own name.
     named = bool(file) and not Path(words[0]).exists() and Path(file).is_file()
     return (file, name) if named else (words[0], "")
 
@@ -243,6 +245,7 @@ def _unwrapped_flags(engine: Engine, program: Sequence[str], words: Sequence[str
             continue
         elif not skipped or word.startswith("--"):
             yield word
+        # The value of a wrapper's own flag is none of the engine's words.
         skipped = max(skipped - 1, 0)
 
 
@@ -322,6 +325,7 @@ def _entrypoint(words: Sequence[str]) -> list[str]:
 
 def _given(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that words in front of a program set: ``A=1``, ``-e A=1``, ``--env=A=1``."""
+    # ``-e`` of docker and ``-x`` of mpirun may be written together with the name.
     plain = (re.sub(r"^(?:--env=|-[ex](?=[A-Z]))", "", word) for word in words)
     return dict(word.split("=", 1) for word in plain if re.match(r"[A-Z_][A-Z0-9_]*=", word))
 

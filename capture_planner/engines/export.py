@@ -151,6 +151,7 @@ class Proof:
     def loss(self) -> Cost | None:
         """Total loss of the plan: graphs that the engine lacks, and batches with a lesser one; else None."""
         cost = _cost(self.adds, self.lacks, self.differences)
+        # Graphs that the engine adds, and batches that it serves better, are no loss.
         lost = self.lacks or self.unrun or cost.padded or cost.weaker or cost.eager
         return cost if lost else None
 
@@ -361,6 +362,7 @@ def prove(export: Export, plan: Plan, emulate: Emulator) -> Export:
 def _without_drafter_backend(export: Export, plan: Plan, error: FlagError) -> Export | None:
     """Return the export without the drafter's backend, where the engine refuses that and nothing else."""
     flag, key = export.drafter_backend or ("", "")
+    # Another refusal would stay without this setting.
     others = any(problem.path[:1] != (f"--{flag}",) for problem in error.problems)
     if others or key not in export.settings.get(flag, {}):
         return None
@@ -428,6 +430,7 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
                     batches=count,
                 )
             )
+    # Neighbouring sizes that differ in the same way are one difference.
     named = attrgetter("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
 
     def apart(before: BatchDifference, after: BatchDifference) -> bool:

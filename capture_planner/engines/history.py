@@ -164,6 +164,7 @@ _LONG = {"-cc": "compilation-config", "-O": "compilation-config", "-ac": "attent
 def _json_fields(field: str, text: str) -> dict[str, Any]:
     """Return the fields of a flag's JSON, or the one that its dotted name sets; none where it is no object."""
     try:
+        # Command lines have Python's spelling of booleans, too.
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
         value = text
@@ -179,6 +180,7 @@ def old_names(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, OldName]:
 
 def values_behind(words: Sequence[str]) -> list[str]:
     """Return the words up to the next flag."""
+    # A minus in front of a digit begins a number, not a flag.
     end = next((at for at, word in enumerate(words) if re.match(r"--?[A-Za-z]", word)), len(words))
     return list(words[:end])
 

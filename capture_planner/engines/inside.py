@@ -39,6 +39,7 @@ def resolve(path: str) -> Any:
 
 def report(logger: logging.Logger, level: int, lines: Sequence[str], cause: Exception | None = None) -> None:
     """Log lines that this process has not logged yet; in strict mode, raise ``RunError`` for warnings and errors."""
+    # The same line may come from several hooks, and from several engines of a process.
     for line in lines:
         if line not in _logged:
             _logged.add(line)

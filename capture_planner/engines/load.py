@@ -72,6 +72,7 @@ class EngineLoad:
 
 
 def _kind(count: TrafficCount) -> Kind:
+    # A source may not know the phase; a query length is then taken for a decode's.
     decode = count.past_prompt if count.past_prompt is not None else count.query_len is not None
     return Kind.DECODE if decode else Kind.MIXED
 
@@ -112,6 +113,7 @@ def _up_to(runs: Sequence[Run], load: EngineLoad) -> str:
     """Say which of the decodes are reached, where not all are."""
     decodes = [(run.first, run.last) for run in runs if run.batch.kind is Kind.DECODE]
     most = load.most
+    # Where all are reached there is no part to name.
     if most is None or not decodes or max(last for _, last in decodes) <= most:
         return ""
     ends = [(first, min(last, most)) for first, last in union(decodes) if first <= most]

@@ -43,6 +43,7 @@ def container_commands(text: str, file: str = "") -> ShellText | None:
     """Return the commands in the text of a file, or None; ``file``: its name, by which an engine finds a part of it."""
     if _DOCKERFILE.search(text) and _SETS.search(text):
         return ShellText((_dockerfile(text),))
+    # Most texts are command lines, and to parse each as YAML would be slow.
     if not (_LOOKS_SO.search(text) or _LIST.match(text)):
         return None
     commands: list[ShellCommand] = []
@@ -211,6 +212,7 @@ def _dockerfile(text: str) -> ShellCommand:
         if name == "ENV":
             given |= dict(word.split("=", 1) for word in shlex.split(value) if "=" in word)
         else:
+            # Places in the joined text are not those of the file.
             at = next((n for n, line in enumerate(text.split("\n"), 1) if line.upper().startswith(name)), 1)
             parts[name] = value, at
     words: list[str] = []
@@ -309,6 +311,7 @@ def _kserve(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCo
             continue
         container = within(part, "template", "containers", 0) or {}
         given = _variables(within(container, "env"))
+        # KServe's own template puts this variable behind the arguments of vLLM.
         extra = shlex.split(given.pop("VLLM_ADDITIONAL_ARGS", "").replace("\\\n", " "))
         command = _words(container.get("command"))
         begin = command or [*_serve(model, part.get("parallelism")), *extra]

@@ -72,6 +72,7 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
 def _passes(before: Emulation, after: Emulation) -> Iterator[Change]:
     """Compare the tokens of each request in a pass of draft decodes."""
     role = Role.DRAFT_DECODE
+    # A role that comes or goes is a change by itself (``_modes``).
     if role in before.modes and role in after.modes:
         old, new = (sorted({family.query_len for family in each.families(role)}) for each in (before, after))
         if old and new and old != new:

@@ -132,6 +132,7 @@ class Parser(argparse.ArgumentParser):
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
+        # The long name is clearer than the letter.
         flag = next(part for part in flag.split("/") if part.startswith("--") or "--" not in flag)
         remedy = self._remedy(flag, reason)
         if not remedy:

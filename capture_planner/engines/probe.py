@@ -149,6 +149,7 @@ class _DispatcherProbe:
         limits = self.deployment.limits
         most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
         stops = {*(graph.entry.active_loras for graph in self.graphs), *self.lora_counts}
+        # Answers change behind a case, so the next number is asked about too.
         cases = {stop + more for stop in stops for more in (0, 1)}
         return sorted({0, min(1, most), most} | {case for case in cases if 0 <= case <= most})
 
@@ -197,7 +198,9 @@ class _DispatcherProbe:
         most = min(limits.max_num_reqs, limits.max_num_tokens)
         rooms = {graph.entry.num_reqs or 0 for graph in self.graphs if graph.entry.query_len is None}
         rooms |= set(self.request_counts)
+        # Answers change behind a room, so the next number is asked about too.
         rooms |= {room + 1 for room in rooms}
+        # An engine may have rules of its own, which no graph shows; few counts find them.
         powers = {1 << bit for bit in range(most.bit_length())}
         return sorted({least, most} | {n for n in rooms | powers if least <= n <= most})
 
@@ -277,6 +280,7 @@ class Answers:
             ranges.sort(key=lambda run: run.first)
             one = ranges[0]
             table = _Table(
+                # No upper end: larger than any number of requests.
                 requests=range(one.min_reqs, (one.max_reqs or 1 << 62) + 1),
                 loras=range(one.min_loras, one.max_loras + 1),
                 firsts=[run.first for run in ranges],

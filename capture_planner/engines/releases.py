@@ -31,6 +31,7 @@ class Releases:
 
     def __init__(self, name: str, package: str, newest: str) -> None:
         self.name, self.newest, self._package = name, newest, package
+        # Threads may follow different releases at once.
         self._followed = ContextVar(f"release of {name}", default=newest)
 
     def differences(self) -> dict[str, dict[str, Any]]:
@@ -53,6 +54,7 @@ class Releases:
 
     def by_table(self) -> tuple[str, ...]:
         """Return the older releases that only the table has, newest first."""
+        # The table has the emulated releases, too.
         oldest = _number(self.emulated()[-1])
         return tuple(each for each in self.table["releases"] if _number(each) < oldest)
 
@@ -95,6 +97,7 @@ class Releases:
 
     def has(self, rule: str) -> bool:
         """Say whether the followed release has a rule; raises ``KeyError`` for one that no release lacks."""
+        # A rule that no release lacks is a slip in the code that asks.
         if not any(rule in each["lacks"] for each in self.differences().values()):
             raise KeyError(rule)
         return all(rule not in each["lacks"] for each in self.differences_to(self.base()))
@@ -155,6 +158,7 @@ class Releases:
         while at < len(words):
             name, equals, value = words[at].partition("=")
             old, at = history.flags.get(name), at + 1
+            # The parser refuses what had gone before the followed release.
             if old is None or old.until is None or _number(old.until) < _number(self.followed()):
                 found.append(words[at - 1])
                 continue

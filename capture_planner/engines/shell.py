@@ -86,6 +86,7 @@ class ShellText:
 
 def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellText:
     """Return the commands of a text in an environment; raises ``FlagError`` for open quotes and endless values."""
+    # Pages and word processors write no-break spaces.
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
     joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
     commands: list[ShellCommand] = []
@@ -144,6 +145,7 @@ def _counted(text: str, known: Mapping[str, str]) -> str:
         if len(numbers) != len(ends) or len(ends) > 3:
             return match[0]
         first, step = numbers[0] if len(ends) > 1 else 1, numbers[1] if len(ends) == 3 else 1
+        # ``seq`` includes its end, and refuses steps of 0.
         counted = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
         if not step or len(counted) > MOST_NUMBERS:
             return match[0]
@@ -216,6 +218,7 @@ def _commands(text: str) -> Iterator[list[str]]:
             raise FlagError([Problem(path=(text[place : place + 40].split("\n")[0],), message="a quote is not closed")])
         place = match.end()
         if match["redirect"]:
+            # The word behind a redirection is a file, except where it names a descriptor: ``2>&1``.
             drops = "&" not in match["redirect"][1:]
         elif match["end"]:
             if words:

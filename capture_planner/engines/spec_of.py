@@ -152,6 +152,7 @@ def _configured(name: str, like: Model, assumptions: list[str]) -> Spec | None:
 
 def _plain(name: str) -> str:
     """Return a model's name as a plan can have it: of a path the last part, without characters that no name has."""
+    # A folder on one machine says nothing on another.
     last = PurePath(name).name if name.startswith(("/", ".", "~", "$")) else name
     return re.sub(r"[^A-Za-z0-9._/+ -]+", "-", last).lstrip("._/+ -")[:128] or "model"
 
@@ -216,6 +217,7 @@ def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
         # A list that the flags give is part of the engine's policy.
         if policy is Policy.VLLM and emulation.sizes:
             yield replace(spec, sizes=Sizes(policy=policy, num_tokens=emulation.sizes))
+        # Flags may end the engine's own list elsewhere.
         largest = explicit[Role.TARGET] or Sizes()
         tokens, reqs = (max(sizes, default=None) for sizes in (largest.num_tokens or (), largest.num_reqs or ()))
         yield replace(spec, sizes=Sizes(policy=policy, max_tokens=tokens, max_reqs=reqs))

@@ -55,6 +55,7 @@ def bill(roles: Iterable[Role], once: tuple[float, float] = ONCE) -> GraphBill:
     """Return what graphs cost, each by its role; ``once``: MiB and seconds that capturing takes before the first."""
     drafts = [role.is_drafter for role in roles]
     mib, seconds = (
+        # What comes before the first graph is paid only where there is one.
         (round(sum(LEAST[each][i] for each in drafts), 1), round(len(drafts) * MOST[i] + once[i] * bool(drafts), 1))
         for i in (0, 1)
     )
@@ -139,6 +140,7 @@ def _with_encoder(text: str, emulation: Emulation, on_graphs: bool) -> str:
     """Append which images run the encoder from graphs, or eager."""
     parts = [text] if text else []
     for each in emulation.encoders:
+        # Images beyond the largest budget run eager: there is no larger graph.
         first, last = (1, each.budgets[-1]) if on_graphs else (each.budgets[-1] + 1, each.reach)
         if first <= last:
             price = f", {counted(len(each.budgets), 'graph')} more" if on_graphs else ""
@@ -151,6 +153,7 @@ def _why_none(emulation: Emulation) -> str:
     none = GraphMode.NONE.value
     if any(mode is not GraphMode.NONE for mode in emulation.modes.values()):
         return "no size is left to capture"
+    # The last rule that lowered the mode, or else the last setting, has decided it.
     messages = [each.message for each in emulation.decisions if each.role is Role.TARGET and each.after == none]
     sources = [each.source for each in emulation.settings if each.value == none and "mode" in each.name]
     return messages[-1] if messages else f"mode {none}, from {sources[-1]}" if sources else f"mode {none}"

@@ -23,6 +23,7 @@ def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
 
     ``FILE#1/backend/decode`` is a part of the second document of a file; a text there is a file of its own.
     """
+    # A file may have # in its own name.
     file, _, part = path.partition("#") if not Path(path).exists() else (path, "", "")
     try:
         return load(read(file)) if not part else _part(read(file), part, load)
