@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -161,7 +162,7 @@ class _DispatcherProbe:
                 continue  # Draft decodes are always past the prompt, and uniform.
             for query_len in self._widths():
                 replies = (
-                    (count, count, self._ask(count, count * query_len, query_len, past_prompt, loras))
+                    (count, count, self.dispatch(self._batch(count, count * query_len, query_len, past_prompt, loras)))
                     for count in self._request_counts(query_len)
                     if count >= loras
                 )
@@ -186,10 +187,7 @@ class _DispatcherProbe:
 
     def _mixed(self, past_prompt: bool, loras: int) -> Iterator[DispatchRun]:
         """Yield the answers to batches whose requests differ, in bands of requests that are answered alike."""
-
-        def by_tokens(num_reqs: int) -> tuple[_Range, ...]:
-            return self._by_tokens(num_reqs, past_prompt, loras)
-
+        by_tokens = partial(self._by_tokens, past_prompt=past_prompt, loras=loras)
         for min_reqs, max_reqs, ranges in _bands(self._mixed_points(max(loras, 1)), by_tokens, _from):
             yield from _runs(ranges, past_prompt=past_prompt, min_reqs=min_reqs, max_reqs=max_reqs)
 
@@ -210,7 +208,7 @@ class _DispatcherProbe:
         largest = min(most, max((graph.entry.num_tokens for graph in self.graphs), default=0))
 
         def at(tokens: int) -> Answer:
-            return self._ask(num_reqs, tokens, None, past_prompt, loras)
+            return self.dispatch(self._batch(num_reqs, tokens, None, past_prompt, loras))
 
         pieces = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
         above = max(largest + 1, num_reqs)
@@ -221,9 +219,6 @@ class _DispatcherProbe:
             else:
                 pieces += [(tokens, tokens, at(tokens)) for tokens in range(first, last + 1)]
         return _merged(pieces)
-
-    def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
-        return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))
 
     def _batch(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Batch:
         return Batch(
