@@ -170,12 +170,11 @@ def emulate_line(name: str, line: LineReading, environment: Environment) -> Emul
         raise with_unset(error, line.words) from None
     except InvalidValue as error:
         # Our own records have bounds that the engine does not have; its flags are what the user knows.
-        requests, tokens, drafts = engine.limits
-        places = {"max_num_reqs": requests, "max_num_tokens": tokens, "num_tokens": drafts}
+        places = dict(zip(("max_num_reqs", "max_num_tokens", "num_tokens"), engine.limits, strict=True))
         raise FlagError(
             attrs.evolve(
                 problem,
-                path=(places.get(str(problem.path[-1]), requests),) if problem.path else (),
+                path=(places.get(str(problem.path[-1]), engine.limits[0]),) if problem.path else (),
                 message=f"{name} may accept it, but capture-planner does not: {problem.message}",
                 remedy=problem.remedy or "reduce it",
             )
