@@ -109,7 +109,6 @@ def simulate(
     :param window: seconds from the start; steps that begin, and requests that arrive, outside are simulated, but not
         counted.
     """
-    # A trace may be in any order; the scheduler takes requests as they come.
     waiting = deque(sorted(arrivals, key=lambda request: request.arrival))
     # The same batches return step after step, so each is priced once.
     return _Scheduler(waiting, limits, speculative, cache(step_time), acceptance, window).run()

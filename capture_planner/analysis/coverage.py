@@ -225,7 +225,6 @@ def _waiver_stops(role: RolePlan, kind: Kind, query_len: int | None) -> set[int]
 def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Split a domain after each stop; yield the first and last real count of each part."""
     first = domain.after(0)
-    # The end of the domain ends the last part.
     for stop in sorted({*stops, *(end for _, end in domain.intervals[-1:])}):
         if first is None:
             return

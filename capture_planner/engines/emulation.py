@@ -112,7 +112,6 @@ class Decisions(list[Decision]):
 
 def written(value: object) -> str:
     """Return a value as decisions have it: of more than twelve items the first six and the last three."""
-    # Lists of sizes have dozens of items, and both ends say most.
     if isinstance(value, list | tuple):
         words = [str(item) for item in value]
         return ", ".join(words if len(words) <= 12 else [*words[:6], "...", *words[-3:]]) or "none"

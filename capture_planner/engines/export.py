@@ -430,7 +430,6 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
                     batches=count,
                 )
             )
-    # Neighbouring sizes that differ in the same way are one difference.
     named = attrgetter("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
 
     def apart(before: BatchDifference, after: BatchDifference) -> bool:

@@ -113,7 +113,6 @@ def _up_to(runs: Sequence[Run], load: EngineLoad) -> str:
     """Say which of the decodes are reached, where not all are."""
     decodes = [(run.first, run.last) for run in runs if run.batch.kind is Kind.DECODE]
     most = load.most
-    # Where all are reached there is no part to name.
     if most is None or not decodes or max(last for _, last in decodes) <= most:
         return ""
     ends = [(first, min(last, most)) for first, last in union(decodes) if first <= most]

@@ -124,12 +124,7 @@ def document_commands(node: Node, place: str) -> Iterator[ShellCommand]:
 def _containers(
     node: Node, names: tuple[str, ...], at: tuple[str | int, ...] = (), kind: str = ""
 ) -> Iterator[ShellCommand]:
-    """Yield the command of each mapping that has one, at any depth.
-
-    :param names: names of what it is in.
-    :param at: its path in the document.
-    :param kind: the ``kind`` of the object that it is in.
-    """
+    """Yield the command of each mapping that has one, at any depth; ``names`` and ``kind`` are of what it is in."""
     if isinstance(node.value, list):
         for index, each in enumerate(node.value):
             held = each.plain() if isinstance(each.value, dict) else {}

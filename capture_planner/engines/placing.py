@@ -427,7 +427,6 @@ def values(patch: PlanPatch) -> str:
         place, data = changed, patched
         for key in keys:
             data = data[key]
-            # Helm replaces a list as a whole.
             if isinstance(data, list) or key == keys[-1]:
                 place[key] = data
                 break

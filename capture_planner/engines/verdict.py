@@ -129,10 +129,8 @@ def is_eager(one: BatchAnswer) -> bool:
 
 
 def is_eager_for_any_model(one: BatchAnswer) -> bool:
-    """Say whether flags alone leave a batch without a graph.
-
-    Attention without graphs of decodes may turn a mode of decodes into PIECEWISE, which has graphs of other batches.
-    """
+    """Say whether flags alone leave a batch without a graph."""
+    # Attention without graphs of decodes may turn their mode into PIECEWISE, which has graphs of other batches.
     return is_eager(one) and (one.batch.kind is Kind.DECODE or one.answer.reason is Reason.SIZES)
 
 

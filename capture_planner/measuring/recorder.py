@@ -199,7 +199,6 @@ class Recorder(StepSink):
         met = {outcome[0] for outcome in tallies} | {role for role, _ in forgotten}
         roles = []
         for role in Role:
-            # A batch may be of a role that ``begin`` did not name.
             if role in known or role in met:
                 plain = known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE)
                 own = {each: tally for each, tally in tallies.items() if each[0] is role and tally.steps}

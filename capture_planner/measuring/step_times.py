@@ -114,7 +114,6 @@ def _grouped(
     found = []
     for alike in grouped(counts, key).values():
         timed = [count for count in alike if count.interval]
-        # Their steps count as unmeasured.
         if not timed:
             continue
         mode, query_len = kind_of_step(target, alike[0], lengths)

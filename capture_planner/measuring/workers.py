@@ -105,7 +105,6 @@ def _differences(first: Observation, other: Observation) -> Iterator[str]:
         if ours != theirs:
             yield f"{name} is {theirs if isinstance(theirs, str | int) else 'another'}"
     roles, own = ({role.role: [graph.entry for graph in role.graphs] for role in each.roles} for each in (first, other))
-    # Graphs are compared by role, which needs the same roles.
     if list(roles) != list(own):
         yield f"rank {other.rank} has other roles"
         return

@@ -67,7 +67,6 @@ def unexplained_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     for role in coverage.plan.roles:
         at = role.requested.value
         for decision in role.decisions:
-            # Other decisions choose sizes.
             if _is_step(decision) and decision.before == at:
                 at = decision.after
         if at != role.mode.value:
