@@ -176,7 +176,7 @@ def assumption(name: str | None, counts_as: str) -> str:
 
 
 def assumed(source: str, name: str | None, like: str | None, counts_as: str, results: str) -> tuple[str, ...]:
-    """Return the sentence about a model whose own facts are not here: what it counts as, what rests on it, what to do."""
+    """Return the sentence about a model without facts of its own: what it counts as, what rests on it, what to do."""
     if source != ASSUMED and like is None:
         return ()
     says = assumption(name, counts_as) if source == ASSUMED else f"{name} is taken for {like} by its name"

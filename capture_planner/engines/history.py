@@ -38,7 +38,7 @@ class OldName:
     """The reason why it can be left out, or a caution."""
 
     def written(self, text: str, *, alone: bool = True) -> str:
-        """Return what to write for one value, or several, as it is quoted; empty where it has no successor."""
+        """Return what to write for a quoted text, ``alone`` if it is one value; empty: it has no successor."""
         # A certain value, then any single value, then whatever was given.
         now = self.values.get(text.lower(), self.values.get("one", self.now) if alone else self.now)
         return now.replace("{}", text) if text else re.sub(r"[ =]?\{\}", "", now)
