@@ -42,8 +42,8 @@ def load_engines(*plugins: object, installed: bool = True, named: str | None = N
     """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
 
     An installed plugin that cannot be imported, whose hook fails or that brings no ``Engine`` is left out with a
-    ``PluginWarning``, and so are installed engines of a name that is taken. One of ``plugins`` that does so is an
-    ``EngineError``, which names it. With ``named`` only entry points of that name are loaded, where there are any.
+    ``PluginWarning``, and so are installed engines of a name that is taken; one of ``plugins`` raises ``EngineError``,
+    which names it. With ``named`` only entry points of that name are loaded, where there are any.
     """
     by_name: dict[str, Implementation] = {}
     taken: set[str] = set()
