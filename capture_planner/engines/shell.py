@@ -86,7 +86,7 @@ class ShellText:
 
 def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellText:
     """Return the commands of a text in an environment; raises ``FlagError`` for open quotes and endless values."""
-    # Pages and word processors write no-break spaces.
+    # Web pages and word processors write no-break spaces.
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
     joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
     commands: list[ShellCommand] = []
