@@ -150,7 +150,7 @@ class _DispatcherProbe:
         limits = self.deployment.limits
         most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
         stops = {*(graph.entry.active_loras for graph in self.graphs), *self.lora_counts}
-        # Answers change behind a case, so the next number is asked about too.
+        # Graphs for so many adapters end there, so the next number is asked about too.
         cases = {stop + more for stop in stops for more in (0, 1)}
         return sorted({0, min(1, most), most} | {case for case in cases if 0 <= case <= most})
 
@@ -196,7 +196,7 @@ class _DispatcherProbe:
         most = min(limits.max_num_reqs, limits.max_num_tokens)
         rooms = {graph.entry.num_reqs or 0 for graph in self.graphs if graph.entry.query_len is None}
         rooms |= set(self.request_counts)
-        # Answers change behind a room, so the next number is asked about too.
+        # Graphs for so many requests end there, so the next number is asked about too.
         rooms |= {room + 1 for room in rooms}
         # An engine may have rules of its own, which no graph shows; few counts find them.
         powers = {1 << bit for bit in range(most.bit_length())}
