@@ -1,8 +1,4 @@
-"""What can be said of a finished plan: coverage, differences, explanations, ranks, lint.
-
-The verbs ``explain``, ``diff`` and ``lint`` are functions of ``capture_planner``; here are the values
-that they return, and the modules that they are in.
-"""
+"""What can be said of a finished plan: the values that the verbs of ``capture_planner`` return, and their modules."""
 
 from typing import TYPE_CHECKING
 

@@ -84,6 +84,7 @@ def latency_of(simulations: Iterable[Simulation]) -> ServingLatency | None:
     for each in simulations:
         first.update(each.first_token)
         later.update(each.inter_token)
+    # A percentile needs one value: a trace of single tokens has no second ones.
     if not first or not later:
         return None
     return ServingLatency(*(percentile(sorted(waits.items()), share) for waits in (first, later) for share in (50, 99)))
@@ -109,6 +110,7 @@ def simulate(
         counted.
     """
     waiting = deque(sorted(arrivals, key=lambda request: request.arrival))
+    # The same batches return step after step, so each is priced once.
     return _Scheduler(waiting, limits, speculative, cache(step_time), acceptance, window).run()
 
 
@@ -162,6 +164,7 @@ class _Scheduler:
 
     def _admit(self) -> None:
         if not self._prompts and not self._ends:
+            # An idle engine takes no steps, so nothing else moves the clock on.
             self._clock = max(self._clock, self._waiting[0].arrival)
         while self._waiting and self._waiting[0].arrival <= self._clock and self._running < self._limits.max_num_reqs:
             request = self._waiting.popleft()
@@ -174,6 +177,7 @@ class _Scheduler:
     def _step_with_prompts(self) -> bool:
         """Run a step with prompts in it; False where no prompt waits, or decodes take up the tokens."""
         decoding, drafts = len(self._ends), self._drafts(self._running)
+        # The first draft pass has ``_slots`` more rows for each request, and max_num_tokens holds for it too.
         left = self._limits.max_num_tokens - decoding * (1 + drafts + self._slots)
         if not self._prompts or left <= self._slots:
             return False
@@ -188,6 +192,7 @@ class _Scheduler:
                 read.append(self._prompts.popleft())
         self._run(Batch.mixed(Role.TARGET, requests, tokens), self._tokens(drafts), decoding)
         for prompt in read:
+            # A request counts by its arrival, in whichever step its prompt ends.
             if self._window[0] <= prompt.arrival < self._window[1]:
                 self._first_token[(self._clock - prompt.arrival) * 1000] += 1
             if prompt.output > 1:  # The first token comes with the end of the prompt.
@@ -199,7 +204,9 @@ class _Scheduler:
         batch, share = self._decode(len(self._ends))
         tokens = self._tokens(batch.num_tokens // batch.num_reqs - 1) * share
         seconds = self._seconds(batch)
+        # Nothing changes until the first request ends, so all steps up to then are alike.
         steps = max(math.ceil((self._ends[0] - self._progress - _EPSILON) / tokens), 1)
+        # Neither an end of the window nor a request that is admitted may fall inside of equal steps.
         changes = [each for each in self._window if each > self._clock]
         if self._waiting and self._running < self._limits.max_num_reqs:
             changes.append(self._waiting[0].arrival)
@@ -212,6 +219,7 @@ class _Scheduler:
         """Run equal steps, in each of which a request that decodes gets ``tokens``, and so many requests get some."""
         seconds = self._seconds(batch)
         if self._window[0] <= self._clock < self._window[1]:
+            # A block of time may end inside of the steps.
             left = steps
             while left:
                 some = min(left, self._blocks.room)
@@ -227,6 +235,7 @@ class _Scheduler:
             heappop(self._ends)
 
     def _seconds(self, batch: Batch) -> float:
+        # Steps of no time would never reach the next arrival.
         return max(self._step_time(batch), 1e-3) / 1000
 
     def _drafts(self, num_reqs: int) -> int:
@@ -239,8 +248,10 @@ class _Scheduler:
     def _decode_of(self, num_reqs: int) -> tuple[Batch, float]:
         """Return the batch of so many requests that decode, and the share of them that fit into it."""
         count, most = num_reqs, self._limits.max_num_tokens
+        # Fewer requests may draft more tokens each, so the largest batch that fits is found by trying.
         while count > 1 and count * (1 + self._drafts(count) + self._slots) > most:
             count -= 1
+        # One request by itself may draft more tokens than a batch has.
         each = min(1 + self._drafts(count), most - self._slots)
         return Batch.decode(Role.TARGET, count, each), count / num_reqs
 
@@ -255,6 +266,7 @@ def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], 
         return Counter({draft_prefill_of(batch, slots): count for batch, count in met.items()})
     if role is Role.TARGET:
         return Counter({attrs.evolve(batch, role=role): count for batch, count in met.items()})
+    # Draft decodes follow mixed batches too: only the number of requests decides.
     drafted: Counter[Batch] = Counter()
     for batch, count in met.items():
         for family in families:
@@ -290,6 +302,7 @@ class OrderedBlocks(Generic[K]):
         self._filled += length
         if self._filled >= self._length:
             if len(self._blocks) >= MOST_BLOCKS:
+                # Half as many blocks of twice the length bound the memory, however long the source is.
                 firsts, seconds = self._blocks[::2], self._blocks[1::2]
                 for first, second in zip(firsts, seconds, strict=True):
                     first.update(second)
@@ -301,6 +314,7 @@ class OrderedBlocks(Generic[K]):
     def blocks(self) -> tuple[Counter[K], ...]:
         """The blocks; a last one of less than half the length is part of the one before it."""
         whole, last = self._blocks[:-1], self._blocks[-1]
+        # A short block would be noisier than the others.
         if whole and 2 * self._filled < self._length:
             whole, last = whole[:-1], whole[-1] + last
         return tuple(block for block in (*whole, last) if block)

@@ -69,6 +69,7 @@ class Cell:
         """The share of computed tokens that is padding, over the batches of the cell."""
         if self.entry is None:
             return 0.0
+        # Counts are spread evenly over the cell, gaps of a schedule aside, so their mean is its middle.
         return 1 - ((self.first + self.last) / 2 * (self.query_len or 1)) / self.entry.num_tokens
 
     @property
@@ -115,13 +116,16 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
         for alike in _decodes_of(role, family):
             for first, last in _ranges(alike.requests, _decode_stops(role, alike)):
                 for low, high in adapters:
+                    # A request has at most one adapter, so fewer requests than ``low`` have no such batch.
                     if low <= last:
                         cell = _cell(dispatcher, alike.largest(role.role, last, low), Kind.DECODE, first, first, high)
                         steps = family.draft_steps
                         yield attrs.evolve(cell, query_len=alike.query_len, varies=alike.varies, draft_steps=steps)
+    # Graphs for decodes reject every mixed batch.
     mixed = [entry for entry in role.entries if entry.tokens_each is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
     for first, last in _ranges(mixed_tokens(role.role, plan), stops):
+        # A batch has no more requests than tokens.
         most = min(last, plan.limits.max_num_reqs)
         for low, high in adapters:
             fewest = max(low, 1)
@@ -168,6 +172,7 @@ class _Decodes:
             return Batch.decode(role, num_reqs, self.query_len, loras)
         if num_reqs == 1:
             return Batch.varying(role, 1, self.alone, self.alone, loras)
+        # With all tokens the batch would be a uniform decode, which has an answer of its own where it is named.
         return Batch.varying(role, num_reqs, num_reqs * self.query_len - self.is_named, self.query_len, loras)
 
 
@@ -181,6 +186,7 @@ def _decodes_of(role: RolePlan, family: DecodeFamily) -> Iterator[_Decodes]:
     if not family.varies:
         yield _Decodes(query_len=most, varies=False, requests=requests, alone=most)
         return
+    # A waiver ends an answer as a graph does: its reason is part of the answer.
     named: list[Entry | Waiver] = [*role.entries, *(each for each in role.waivers if each.kind is Kind.DECODE)]
     uniform = {each.query_len for each in named if each.query_len and each.query_len <= most}
     ends = {each.max_query_len for each in named if each.max_query_len and each.max_query_len < most}
@@ -191,6 +197,7 @@ def _decodes_of(role: RolePlan, family: DecodeFamily) -> Iterator[_Decodes]:
         # One request is always uniform.
         alone = max({*range(below + 1, end + 1)} - uniform, default=0)
         several = requests if alone else requests.above(1)
+        # Requests of at most one token each cannot differ.
         if alone or (several and end > 1):
             yield _Decodes(query_len=end, varies=True, requests=several, alone=alone, is_named=end in uniform)
         below = end
@@ -203,6 +210,7 @@ def _decode_stops(role: RolePlan, alike: _Decodes) -> set[int]:
     for entry in role.entries:
         if entry.max_query_len is not None:
             stops.add(entry.num_reqs or 0)
+        # A uniform graph serves no varying decode, so that its size changes nothing there.
         elif entry.query_len is None or (entry.query_len == query_len and not alike.varies):
             tokens = (entry.num_tokens + alike.is_named) // query_len
             stops.add(tokens if entry.num_reqs is None else min(tokens, entry.num_reqs))

@@ -1,9 +1,8 @@
 """agree(dispatcher, vector): what every data-parallel rank runs, given the batches of all ranks.
 
-Ranks that share a layer's collectives (expert or attention parallelism) must run the same shapes: all
-replay the same entry, or all run eager. In each step each rank submits its batch of a role; the
-gathered submissions are the vector. ``agree`` depends on the vector and the plan only, so each rank
-computes the same answer by itself. Simulated: nothing here communicates.
+Ranks that share a layer's collectives (expert or attention parallelism) must run the same shapes: all replay the same
+entry, or all run eager. In each step each rank submits its batch of a role; the gathered submissions are the vector.
+``agree`` depends on the vector and the plan only, so each rank computes the same answer alone. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ MIN_RANKS, MAX_RANKS = 2, 16
 
 @attrs.frozen(kw_only=True)
 class Submission:
-    """What one rank submits for one step of one role.
-
-    Raises ``InvalidValue`` for an impossible batch: without requests, with fewer tokens than requests,
-    or with a negative number of adapters.
-    """
+    """What one rank submits for one step of one role; raises ``InvalidValue`` for an impossible batch."""
 
     batch: Batch | None = None
     """Its batch, unpadded; None: the rank is idle."""
@@ -63,10 +58,7 @@ class Submission:
 
 @attrs.frozen(kw_only=True)
 class Vector:
-    """The submissions of all ranks for one step of one role, by rank.
-
-    Raises ``InvalidValue`` without ranks, or for a batch of another role.
-    """
+    """The submissions of all ranks for one step of one role; raises ``InvalidValue`` for none, or another role's."""
 
     role: Role
     ranks: tuple[Submission, ...]
@@ -92,9 +84,8 @@ class Vector:
     def joint(self) -> Batch | None:
         """Return the smallest batch whose graph serves every rank; None if all are idle.
 
-        It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every
-        rank with work has one, of the same query length, and a decode with the longest request of all if every
-        one has a decode. Idle ranks do not count.
+        It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every rank with work
+        has one, of the same query length, and a decode with the longest request of all if every one has a decode.
         """
         batches = [submitted.batch for submitted in self.ranks if submitted.batch is not None]
         if not batches:
@@ -108,7 +99,9 @@ class Vector:
             num_tokens=max(batch.num_tokens for batch in batches),
             query_len=uniform,
             past_prompt=all(batch.past_prompt for batch in batches),
+            # Drafters take no adapters (vLLM 0.33).
             active_loras=0 if self.role.is_drafter else max(batch.active_loras for batch in batches),
+            # A rank with a mixed batch makes the joint batch a mixed one.
             max_query_len=None if uniform or None in longest else max(length or 0 for length in longest),
         )
 
@@ -151,15 +144,16 @@ class Agreement:
 def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
     """Return what each rank runs.
 
-    The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the
-    cheapest compatible entry that every rank has, or run eager and unpadded. The answer depends on the
-    plan and the vector only. Raises ``DispatchError`` for a role that the plan does not have.
+    The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the cheapest
+    compatible entry that every rank has, or run eager. Raises ``DispatchError`` for a role that the plan does not have.
     """
     plan, joint = dispatcher.plan, vector.joint()
     if joint is None:
+        # Raises for a role that the plan does not have, as it does where a rank has work.
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
         return Agreement(vector=vector, answers=(none,) * len(vector.ranks))
+    # Padding differs from rank to rank: ``served`` computes it for each batch.
     common = attrs.evolve(dispatcher.dispatch(joint), padded_tokens=0, padded_reqs=0)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if lost_entry is not None:
@@ -182,11 +176,7 @@ def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
 
 
 def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collection[int]) -> Vector:
-    """Return the vector as if some ranks had not captured the entry that all agree on.
-
-    :param lost: the ranks.
-    :raises DispatchError: the plan does not have the role.
-    """
+    """Return the vector as if the ranks in ``lost`` lacked the entry that all agree on; raises ``DispatchError``."""
     agreement = agree(dispatcher, vector)
     entry = agreement.lost_entry or agreement.entry
     if entry is None:
@@ -198,11 +188,8 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
 
 
 def _dummy(plan: Plan, joint: Batch) -> Batch:
-    """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length.
-
-    Never more tokens than the joint batch, nor than its longest request: an idle rank must not make the others run
-    more.
-    """
+    """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length."""
+    # An idle rank must not make the others run more: no more tokens than the longest request has.
     query_len = query_len_of(joint.role, plan, joint.num_reqs)
     most = joint.decode_query_len or joint.num_tokens
     return Batch.decode(joint.role, 1, joint.query_len or min(query_len, most))
@@ -224,6 +211,7 @@ def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str
     if entry is None:
         assert agreement.reason is not None
         if agreement.reason is Reason.RANK:
+            # RANK is the reason only where a rank lacks the joint graph, so that a cause is known.
             return f"{prefix}all run eager: {causes[0]}"
         waiver = answer.dispatch.waiver
         detail = f" ({waiver.message})" if waiver is not None else ""
@@ -260,6 +248,7 @@ def _missing(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
     others = tuple(other for other in lacking if other != rank)
     names = (["this rank"] if rank in lacking else []) + ([ranks_text(others)] if others else [])
     have = f"{' and '.join(names)} {_has(lacking)}"
+    # To name one graph would suggest that the others are captured.
     if all(not agreement.vector.ranks[other].captured for other in lacking):
         return f"{have} no graphs"
     return f"{have} not captured {agreement.lost_entry}"
@@ -278,16 +267,14 @@ def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
         most = getattr(joint, name)
         # The tokens of a uniform decode follow from its requests.
         if getattr(own, name) < most and not (name == "num_tokens" and joint.query_len is not None):
+            # One rank with the most is enough to explain it.
             rank = next(rank for rank, batch in batches.items() if getattr(batch, name) == most)
             more.setdefault(rank, []).append(f"{most} {noun}")
     return causes + [f"rank {rank} has {' and '.join(most)}" for rank, most in more.items()]
 
 
 def explain_share(role: Role, vector: ObservedVector, rank: int, entry: Entry | None) -> str:
-    """Explain in a sentence why a rank ran what all ran, and which other ranks are the cause.
-
-    :param entry: the graph that all replayed; None: all ran eager.
-    """
+    """Explain in a sentence why a rank ran what all ran, ``entry`` or eager, and which other ranks are the cause."""
     batch = vector.batch(role, rank)
     prefix = "idle; " if batch is None else ""
     if entry is None:

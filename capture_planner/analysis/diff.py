@@ -10,7 +10,6 @@ import enum
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import attrs
@@ -61,9 +60,10 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
         Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
         for (role, entry), text in changed(before, after)
     )
-    changes = (*_whole(old, new), *_roles(old, new, _batches(old, new)), *fingerprints)
+    changes = (*_whole(old, new), *_roles(old, new), *fingerprints)
     if changes or old == new:
         return changes
+    # Plans may differ in a field that no sentence is about, and must not pass for equal.
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
 
 
@@ -98,6 +98,7 @@ def _field_changes(name: str, before: object, after: object) -> Iterator[FieldCh
     if before is None or after is None:
         yield FieldChange((name,), "off" if before is None else "on", "off" if after is None else "on")
         return
+    # Files leave out defaults, which the record has; where both have a leaf, it is shown as in files.
     left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
     for leaf in {**left, **right}:
         if left.get(leaf) != right.get(leaf):
@@ -131,18 +132,18 @@ _DISPATCHED = ("limits", "speculative", "lora", "parallel")
 """Fields of a plan that decide, with its entries and waivers, which batches there are and what serves them."""
 
 
-def _batches(old: Plan, new: Plan) -> Mapping[Role, Sequence[Change]]:
-    """Return the batches of each role that run otherwise."""
+def _batches(old: Plan, new: Plan) -> Iterable[BatchChange]:
+    """Return the batches that run otherwise."""
     before, after = (
         [getattr(plan, name) for name in _DISPATCHED] + [(role.role, role.entries, role.waivers) for role in plan.roles]
         for plan in (old, new)
     )
-    changes = () if before == after else rerouted(old, new)
-    by_role = grouped(changes, lambda each: each.role)
-    return {role: [Change(role, "batches", each.message) for each in alike] for role, alike in by_role.items()}
+    # A walk over both plans takes long, and finds nothing where these are equal.
+    return () if before == after else rerouted(old, new)
 
 
-def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> Iterator[Change]:
+def _roles(old: Plan, new: Plan) -> Iterator[Change]:
+    batches = grouped(_batches(old, new), lambda each: each.role)
     before = {role.role: role for role in old.roles}
     after = {role.role: role for role in new.roles}
     for role in Role:
@@ -153,8 +154,10 @@ def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> It
         elif role in before:
             old_role, new_role = before[role], after[role]
             found = [*_modes(old_role, new_role), *_groups(old_role, new_role), *_entries(old_role, new_role)]
-            found += [*batches.get(role, ()), *_waivers(old_role, new_role)]
+            found += (Change(role, "batches", each.message) for each in batches.get(role, ()))
+            found += _waivers(old_role, new_role)
             yield from found
+            # Decisions can differ and lead to the same graphs.
             if not found and old_role != new_role:
                 message = f"{role}: the same graphs, but different {_differing(old_role, new_role)}"
                 yield Change(role, "decision", message)
@@ -180,6 +183,7 @@ def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
         ("added", "also captures", after - before),
         ("gone", "no longer captures", before - after),
         ("lazy", "leaves to their first use", lazy - was_lazy),
+        # A graph that is gone is not captured at start either.
         ("lazy", "captures at start", (was_lazy - lazy) & after),
     )
     for subject, word, entries in changes:
@@ -192,6 +196,7 @@ def _waivers(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     waived, waives = ({waiver.message for waiver in role.waivers} for role in (old, new))
     for waiver in new.waivers:
         if waiver not in old.waivers:
+            # The same sentence with another range is no new waiver.
             word = "waives differently" if waiver.message in waived else "newly waives"
             yield Change(new.role, "waiver", f"{new.role} {word}: {waiver.message}")
     for waiver in old.waivers:
@@ -228,6 +233,7 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
         before, after = getattr(old.workspace, name), getattr(new.workspace, name)
         if before != after:
             texts = [rounded_bytes(size) for size in (before, after)]
+            # Sizes that differ may be equal once they are rounded.
             old_size, new_size = texts if texts[0] != texts[1] else map(format_bytes, (before, after))
             yield f"{name} workspace {old_size} became {new_size}"
     pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
@@ -353,6 +359,7 @@ def rerouted(old: Plan, new: Plan) -> Iterator[BatchChange]:
     keys = {**before, **after}
     for key in sorted(keys, key=lambda each: (list(Role).index(each[0]), each[1].value, each[2] or 0, each[3])):
         role, kind, query_len, varies = key
+        # A role that comes or goes is a change by itself (``_roles``).
         if role in old.planned and role in new.planned:
             length = query_len_text(query_len, varies=varies)
             overlaps = _overlaps(before.get(key, []), after.get(key, []), query_len or 1)
@@ -387,6 +394,7 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
     lasts = [cell.last for cell in ordered]
     for mine in old:
         for theirs in ordered[bisect_left(lasts, mine.first) :]:
+            # Cells ascend, so all that follow begin even later.
             if theirs.first > mine.last:
                 break
             loras = max(mine.min_loras, theirs.min_loras), min(mine.max_loras, theirs.max_loras)
@@ -398,6 +406,7 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
                 yield _Overlap(span=span, loras=loras, before=mine.answer, after=theirs.answer, width=width)
     for cells, others, is_new in ((old, new, False), (new, old, True)):
         admitted = union((cell.first, cell.last) for cell in others)
+        # A plan that admits fewer adapters rejects batches whose size both admit.
         most = max(map(_most_loras, others), default=0)
         for cell in cells:
             before, after = (None, cell.answer) if is_new else (cell.answer, None)
@@ -440,21 +449,19 @@ def _change(alike: Sequence[_Overlap], before: Sequence[Cell]) -> str:
     """Say what changes for batches that all change in one way; ``before``: the cells of their kind until now."""
     one, start = alike[0], min(each.span[0] for each in alike)
     old, new = (_mode(each) for each in (one.before, one.after))
-    was, now = (_padding(each.worst(side(each)) for each in alike) for side in (_BEFORE, _AFTER))
+    was, now = _padding(each.worst(each.before) for each in alike), _padding(each.worst(each.after) for each in alike)
     if one.after is None:
         return f"no longer admitted; they ran {old} {was}".rstrip()
     if one.before is None:
         smaller = [cell for cell in before if cell.last < start and cell.min_loras <= one.loras[0]]
         largest = max(smaller, key=lambda cell: cell.last, default=None)
+        # New batches that run as the largest did until now need no comparison.
         other = largest is not None and not one.by_loras and _mode(largest.answer) != new
         ran = f"; {largest.last}, the most until now, run {_mode(largest.answer)}" if largest and other else ""
         return f"new, run {new} {now}".rstrip() + ran
     if old == new:
         return f"still {new}, {now} instead of {was.removeprefix('padded by up to ') if 'up' in now else was}"
     return f"{old} {was}".rstrip() + f" became {new} {now}".rstrip()
-
-
-_BEFORE, _AFTER = attrgetter("before"), attrgetter("after")
 
 
 def _mode(answer: Dispatch | None) -> str:

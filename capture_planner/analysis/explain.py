@@ -146,6 +146,7 @@ def _nearer(entries: Iterable[Entry], batch: Batch, answer: Dispatch, steps: int
     For each kind of graph (mode, query length or the most, chain): the largest that is too small, the smallest that
     is not, and all up to the size of the answer.
     """
+    # Drafters take no adapters, so those of the requests reject no graph.
     if batch.role.is_drafter:
         batch = attrs.evolve(batch, active_loras=0)
     ascending = sorted(entries, key=lambda e: (e.num_tokens, e.active_loras))
@@ -154,6 +155,7 @@ def _nearer(entries: Iterable[Entry], batch: Batch, answer: Dispatch, steps: int
     for alike in kinds.values():
         smaller = [e for e in alike if e.num_tokens < batch.num_tokens][-1:]
         larger = [e for e in alike if e.num_tokens >= batch.num_tokens]
+        # Each graph that would pad less than the answer needs a reason why it is not taken.
         limit = answer.entry.num_tokens if answer.entry is not None else 0
         near += [*smaller, *larger[:1], *(e for e in larger if e.num_tokens <= limit)]
     misses = []

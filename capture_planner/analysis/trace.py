@@ -86,6 +86,7 @@ def _json_object(line: str) -> dict[str, Any]:
     """Return the object in a line; an empty one where it is none."""
     try:
         found = json.loads(line)
+    # JSON that is nested too deep ends in a RecursionError.
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -116,6 +117,7 @@ def _json_rows(text: str, file: str) -> list[TraceRow]:
 
 def _json_number(data: dict[str, Any], names: tuple[str, ...]) -> float:
     value: Any = next((data[name] for name in names if name in data), None)
+    # A bool is an int for isinstance.
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise ValueError(f"expected {names[0]}, a number from 0, got {_shown(json.dumps(value))}")
     return value  # type: ignore[no-any-return]
@@ -141,7 +143,7 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
             note(row[column], str(error), column)
             return otherwise
 
-    times: list[tuple[_Cell, _Time]] = []
+    times: list[tuple[_Cell, str, float]] = []
     lengths: list[tuple[int, int]] = []
     for row in table:
         if len(problems) >= MAX_PROBLEMS:
@@ -152,23 +154,26 @@ def _csv_rows(text: str, file: str) -> ParsedTrace:
         if may_fail and row[output].text == "0":
             failed += 1
             continue
+        # Cells that cannot be read leave placeholders, so that all problems of a file are reported together.
         if (time := parsed(_time, row, arrival, None)) is not None:
-            times.append((row[arrival], time))
+            times.append((row[arrival], *time))
         lengths.append((parsed(_length, row, prompt, 0), parsed(_length, row, output, 0)))
     if not lengths and not problems:
         message = f"{failed} requests, which all failed" if failed else "a header and no rows under it"
         raise InvalidDocument([Problem(file=file, message=message)])
-    kind = times[0][1].kind if times else ""
-    same = [(cell, time.value) for cell, time in times if time.kind == kind]
-    for cell, time in times:
-        if time.kind != kind:
+    kind = times[0][1] if times else ""
+    same = [(cell, value) for cell, other, value in times if other == kind]
+    for cell, other, _ in times:
+        if other != kind:
             note(cell, f"expected {kind}, as in the first row, got {cell.text!r}", arrival)
+    # Seconds count from the start already; dates begin with the earliest one.
     start = 0 if kind == _SECONDS else min((value for _, value in same), default=0)
     unit = 1 if kind == _SECONDS else 10**9
     for cell, value in same:
         if value - start > MAX_SECONDS * unit:
             note(cell, f"later than {MAX_SECONDS} seconds after the start", arrival)
     if problems:
+        # Kinds and arrivals were checked after the rows, and a reader fixes a file from the top.
         problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
         raise InvalidDocument(problems[:MAX_PROBLEMS])
     rows = [
@@ -207,11 +212,13 @@ class _Cell:
     column: int
 
 
+# Possessive quantifiers: a quote that nothing closes is scanned once, without backtracking.
 _CELL = re.compile(r'[ \t]*+"([^"]*+(?:""[^"]*+)*+)"[ \t]*+(?=[,\n])|([^,\n]*+)')
 
 
 def _table(text: str) -> Iterator[list[_Cell]]:
     """Yield the rows that are not blank: RFC 4180, each cell with its place."""
+    # So that the last row ends as the others do.
     text += "\n"
     line, line_start, at = 1, 0, 0
     row: list[_Cell] = []
@@ -232,13 +239,6 @@ def _table(text: str) -> Iterator[list[_Cell]]:
             line, line_start = line + 1, at
 
 
-@attrs.frozen
-class _Time:
-    kind: str
-    value: float
-    """Seconds from the start; of a date, nanoseconds from 1970."""
-
-
 _SECONDS = "a number of seconds from 0"
 _NUMBER = re.compile(r"\+?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _DATE = re.compile(
@@ -246,9 +246,10 @@ _DATE = re.compile(
 )
 
 
-def _time(text: str) -> _Time | None:
+def _time(text: str) -> tuple[str, float] | None:
+    """Return the kind of a time, and its seconds from the start; of a date, nanoseconds from 1970."""
     if _NUMBER.fullmatch(text):
-        return _Time(_SECONDS, float(text))
+        return _SECONDS, float(text)
     match = _DATE.fullmatch(text)
     if match is None:
         raise ValueError(f"expected {_SECONDS}, or a date and time, got {_shown(text)}")
@@ -257,10 +258,11 @@ def _time(text: str) -> _Time | None:
     seconds = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(seconds=1)
     # A date's fraction may have more digits than a datetime holds, and its seconds more than a float.
     nanoseconds = seconds * 10**9 + int((fraction or "").ljust(9, "0"))
-    return _Time("a date and time with a zone" if zone else "a date and time without a zone", nanoseconds)
+    return f"a date and time with{'' if zone else 'out'} a zone", nanoseconds
 
 
 def _length(text: str) -> int:
+    # Eighteen digits at most: int() refuses very long numbers with a message of its own.
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= MAX_LENGTH:
         raise ValueError(f"expected a whole number from 1 to {MAX_LENGTH}, got {_shown(text)}")
     return int(text)

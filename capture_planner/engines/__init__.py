@@ -42,26 +42,23 @@ def load_engines(*plugins: object, installed: bool = True, named: str | None = N
     """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
 
     An installed plugin that cannot be imported, whose hook fails or that brings no ``Engine`` is left out with a
-    ``PluginWarning``, and so are installed engines of a name that is taken. With ``named`` only entry points of that
-    name are loaded, where there are any. Raises ``EngineError``, which names the
-    plugin, where one of ``plugins`` does so.
+    ``PluginWarning``, and so are installed engines of a name that is taken; one of ``plugins`` raises ``EngineError``,
+    which names it. With ``named`` only entry points of that name are loaded, where there are any.
     """
     by_name: dict[str, Implementation] = {}
     taken: set[str] = set()
-    for item in implementations(
-        hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed, named=named
-    ):
+    hook = "capture_planner_engines"
+    for item in implementations(hookspecs, hook, EngineError, plugins, installed=installed, named=named):
         with left_out(EngineError, item.installed), guarded(f"the plugin {item.distribution}", EngineError):
             if not isinstance(item.value, Engine):
-                raise EngineError(
-                    f"{item.distribution}: {item.value!r} is not an engine; return values of "
-                    "capture_planner.engines.engine.Engine"
-                )
+                remedy = "return values of capture_planner.engines.engine.Engine"
+                raise EngineError(f"{item.distribution}: {item.value!r} is not an engine; {remedy}")
             name = item.value.name
             # Which of two plugins to take is not ours to say: neither is.
             if by_name.setdefault(name, item) is not item:
                 taken.add(name)
                 raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
+    # By name, so that messages do not depend on the order of installation.
     return {name: item for name, item in sorted(by_name.items()) if name not in taken}
 
 
@@ -75,12 +72,14 @@ def engines() -> Mapping[str, Implementation]:
 def _installed(name: str) -> Mapping[str, Implementation]:
     """Return the installed engines, or the one that a distribution declares by name: an answer needs no other."""
     found = load_engines(named=name)
+    # A plugin may name its entry point otherwise than its engine.
     return found if name in found else engines()
 
 
 def _others(name: str) -> Iterator[Engine]:
     """Yield the other engines, for a line that starts none of this one's programs."""
-    yield from (item.value for each, item in engines().items() if each != name)
+    base = name.partition("==")[0]
+    yield from (item.value for each, item in engines().items() if each != base)
 
 
 def is_engine(word: str) -> bool:
@@ -92,9 +91,8 @@ def is_engine(word: str) -> bool:
 def find_engine(name: str) -> Engine:
     """Return an installed engine, of the release that ``vllm==0.32`` names, or else the newest that is emulated.
 
-    Of a release that is not, the one that a table of its numbers answers for.
-
-    Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
+    A release that is not emulated may have a table of its numbers, which answers for it. Raises ``EngineError`` for an
+    unknown name, with what is installed, and for a release with neither.
     """
     base, pinned, release = name.partition("==")
     found = _installed(base)
@@ -120,24 +118,18 @@ def _of_release(every: Sequence[Engine], release: str) -> list[Engine]:
 
 
 def read(name: str, words: Sequence[str]) -> LineReading:
-    """Return an engine's words in a command line as people paste it: in a container's, a script's, or in quotes.
-
-    Raises ``FlagError`` where no command in it starts the engine, or several do.
-    """
-    engine = find_engine(name)
-    return read_line(engine, words, _others(engine.name))
+    """Return an engine's words in what people paste; raises ``FlagError`` where not exactly one command starts it."""
+    return read_line(find_engine(name), words, _others(name))
 
 
 def server(name: str, words: Sequence[str]) -> ShellCommand:
     """Return the one server of an engine that words start, with its place in their file; raises ``FlagError``."""
-    engine = find_engine(name)
-    return server_command(engine, words, _others(engine.name))
+    return server_command(find_engine(name), words, _others(name))
 
 
 def servers(name: str, words: Sequence[str]) -> tuple[ShellCommand, ...]:
     """Return the servers of an engine that words start; raises ``FlagError`` where they start none."""
-    engine = find_engine(name)
-    return server_commands(engine, words, _others(engine.name))
+    return server_commands(find_engine(name), words, _others(name))
 
 
 @attrs.frozen(kw_only=True)
@@ -152,10 +144,7 @@ class Component:
 
 
 def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
-    """Return the servers that words start: one, but for a file with several components of the engine.
-
-    Raises ``FlagError`` where no command starts the engine.
-    """
+    """Return the servers that words start, one for each component of a file; raises ``FlagError`` for none."""
     # Standard input can be read once.
     if len(words) != 1 or words[0] == "-":
         return (Component(words=tuple(words)),)
@@ -168,10 +157,7 @@ def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
-    """Emulate an engine with its own flags on a machine; raises ``FlagError`` for flags that it refuses.
-
-    A whole command line will do, and whatever ``read`` takes.
-    """
+    """Emulate an engine with any words that ``read`` takes, on a machine; raises ``FlagError`` for flags it refuses."""
     return emulate_line(name, read(name, flags), environment)
 
 
@@ -184,12 +170,11 @@ def emulate_line(name: str, line: LineReading, environment: Environment) -> Emul
         raise with_unset(error, line.words) from None
     except InvalidValue as error:
         # Our own records have bounds that the engine does not have; its flags are what the user knows.
-        requests, tokens, drafts = engine.limits
-        places = {"max_num_reqs": requests, "max_num_tokens": tokens, "num_tokens": drafts}
+        places = dict(zip(("max_num_reqs", "max_num_tokens", "num_tokens"), engine.limits, strict=True))
         raise FlagError(
             attrs.evolve(
                 problem,
-                path=(places.get(str(problem.path[-1]), requests),) if problem.path else (),
+                path=(places.get(str(problem.path[-1]), engine.limits[0]),) if problem.path else (),
                 message=f"{name} may accept it, but capture-planner does not: {problem.message}",
                 remedy=problem.remedy or "reduce it",
             )

@@ -110,6 +110,7 @@ def _read(path: Path, quantization: Path | None) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    # Callers expect a ``ValueError`` where a file is no JSON object.
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(config, dict):
@@ -175,11 +176,7 @@ def assumption(name: str | None, counts_as: str) -> str:
 
 
 def assumed(source: str, name: str | None, like: str | None, counts_as: str, results: str) -> tuple[str, ...]:
-    """Return the sentence about a model whose own facts are not here: what it counts as, what rests on it, what to do.
-
-    :param source: where its facts come from.
-    :param like: the known model of its family that it is taken for.
-    """
+    """Return the sentence about a model without facts of its own: what it counts as, what rests on it, what to do."""
     if source != ASSUMED and like is None:
         return ()
     says = assumption(name, counts_as) if source == ASSUMED else f"{name} is taken for {like} by its name"

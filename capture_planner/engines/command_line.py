@@ -2,9 +2,7 @@
 
 People paste a container's command, a script, a service's file (Kubernetes, Docker Compose), or a line in quotes. What
 stands before the server's program is skipped, whatever it is: variables, ``docker run`` and its options, ``mpirun``,
-``nohup``, ``numactl``. Of the variables those count that can reach the server.
-Nothing is run: substitutions such as ``$(hostname)`` stay as they are written, and so do variables that the text does
-not set.
+``nohup``, ``numactl``. Of the variables those count that can reach the server. Nothing is run (``shell``).
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ def server_command(engine: Engine, words: Sequence[str], others: Iterable[Engine
 
 
 def server_commands(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> tuple[ShellCommand, ...]:
-    """Return the different commands that start an engine's server: of a file one for each component.
-
-    Raises ``FlagError`` where no command starts it, as ``server_command`` does.
-    """
+    """Return the different commands that start an engine's server, one for each component; raises ``FlagError``."""
     word, component = _component(words)
     text = _text([word] if component else words)
     if text is None:
@@ -93,6 +88,7 @@ def servers(path: str, engines: Iterable[Engine]) -> tuple[tuple[Engine, ShellCo
     found: dict[object, tuple[Engine, ShellCommand]] = {}
     for command in (read or read_shell(text)).commands:
         own = [(engine, one) for each in _unwrapped(command) for engine in every for one in _started(engine, each)]
+        # An image counts only where no program is named: the words may start something else in it.
         own = own or [(engine, each) for engine in every for each in _in_own_image(engine, command)]
         # A script may start the same server in two branches.
         found |= {(engine.name, one.component, one.words, *one.variables.items()): (engine, one) for engine, one in own}
@@ -113,15 +109,14 @@ def _component(words: Sequence[str]) -> tuple[str, str]:
     if len(words) != 1 or len(words[0]) > MOST_NAME or "\0" in words[0]:
         return "", ""
     file, _, name = words[0].rpartition("#")
+    # A file may have # in its own name.
     named = bool(file) and not Path(words[0]).exists() and Path(file).is_file()
     return (file, name) if named else (words[0], "")
 
 
 def started(command: Sequence[str], engines: Iterable[Engine]) -> tuple[Engine, int] | None:
-    """Return the engine that a command starts and the number of its program's words; None for another program.
-
-    A program may stand with its folder, and ``python`` with its version.
-    """
+    """Return the engine that a command starts and the number of its program's words; None for another program."""
+    # A program may have its folder in front, and ``python`` its version behind.
     words = [*map(_plain, command[:1]), *command[1:]]
     for engine in engines:
         for program in engine.programs:
@@ -177,9 +172,8 @@ def _found(engine: Engine, text: ShellText, others: Iterable[Engine]) -> tuple[S
         _refuse_others(engine, commands, others)
         found = [each for command in text.commands for each in _bare(command, alone=len(text.commands) == 1)]
     if not found:
-        raise refusal(
-            engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
-        )
+        program = engine.programs[0]
+        raise refusal(program, "no command here starts it", f"give its command line: {program} ...")
     return tuple(attrs.evolve(each, assumptions=text.assumptions, hidden=text.hidden) for each in found)
 
 
@@ -251,6 +245,7 @@ def _unwrapped_flags(engine: Engine, program: Sequence[str], words: Sequence[str
             continue
         elif not skipped or word.startswith("--"):
             yield word
+        # The value of a wrapper's own flag is none of the engine's words.
         skipped = max(skipped - 1, 0)
 
 
@@ -330,6 +325,7 @@ def _entrypoint(words: Sequence[str]) -> list[str]:
 
 def _given(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that words in front of a program set: ``A=1``, ``-e A=1``, ``--env=A=1``."""
+    # ``-e`` of docker and ``-x`` of mpirun may be written together with the name.
     plain = (re.sub(r"^(?:--env=|-[ex](?=[A-Z]))", "", word) for word in words)
     return dict(word.split("=", 1) for word in plain if re.match(r"[A-Z_][A-Z0-9_]*=", word))
 
@@ -356,10 +352,7 @@ class LineReading:
 
 
 def read_line(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> LineReading:
-    """Return the engine's words in a command line, a text or the file of one; raises ``FlagError``.
-
-    :param others: the other engines, whose commands are told from this one's.
-    """
+    """Return the engine's words in a command line, a text or a file, as ``server_command``; raises ``FlagError``."""
     return read_command(engine, server_command(engine, words, others))
 
 
@@ -378,15 +371,13 @@ def read_command(engine: Engine, command: ShellCommand) -> LineReading:
     notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
     notes += _signs(engine, command.variables)
     notes += [f"set and not exported, so the server does not see them: {', '.join(hidden)}"] if hidden else []
+    says = f"{PLAN} is set, so the server has the graphs of {own.get(PLAN)}"
+    planned = [f"{says}; by its flags alone it would have those said here"] if runs else []
     return LineReading(
         words=(*(f"{name}={value}" for name, value in deciding.items()), *command.words),
-        assumptions=(*command.assumptions, *([_planned(own[PLAN])] if runs else []), *_age(engine, command.image)),
+        assumptions=(*command.assumptions, *planned, *_age(engine, command.image)),
         notes=tuple(notes),
     )
-
-
-def _planned(plan: str) -> str:
-    return f"{PLAN} is set, so the server has the graphs of {plan}; by its flags alone it would have those said here"
 
 
 def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
@@ -439,12 +430,10 @@ def _age(engine: Engine, image: str | None) -> Iterator[str]:
     if theirs > ours:
         yield f"{subject}; what differs is not known"
     elif theirs < ours[: len(theirs)]:
-        fitting = (each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs)
-        tabled = (each for each in engine.by_table() if release_of(each.version)[: len(theirs)] == theirs)
-        emulated, by_table = next(fitting, None), next(tabled, None)
-        follow = f"; {engine.name}=={emulated.version} follows it" if emulated else ""
-        follow = follow or (f"; {engine.name}=={by_table.version} answers by its table" if by_table else "")
-        yield engine.history.age(release, subject) + follow
+        ways = ((engine.older, "follows it"), (engine.by_table(), "answers by its table"))
+        known = ((each.version, way) for every, way in ways for each in every)
+        fitting = (f"; {engine.name}=={v} {way}" for v, way in known if release_of(v)[: len(theirs)] == theirs)
+        yield engine.history.age(release, subject) + next(fitting, "")
 
 
 def _signs(engine: Engine, variables: Mapping[str, str]) -> Iterator[str]:

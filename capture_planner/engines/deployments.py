@@ -28,7 +28,7 @@ from capture_planner.records.batch_space import (
 )
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, spans
 
 
 @attrs.frozen(kw_only=True)
@@ -84,12 +84,11 @@ class Run:
         return sizes
 
     def __str__(self) -> str:
-        span = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
-        plural = "" if self.last == 1 else "s"
+        span = [(self.first, self.last)]
         if self.batch.kind is Kind.MIXED:
-            text = f"mixed batches of {span} token{plural}"
+            text = f"mixed batches of {spans(span, 'token')}"
         else:
-            text = f"decodes of {span} request{plural}, query length {self.batch.query_len}"
+            text = f"decodes of {spans(span, 'request')}, query length {self.batch.query_len}"
         return text + (f", {self.batch.active_loras} active LoRA" if self.batch.active_loras else "")
 
 
@@ -226,10 +225,11 @@ def _of_plan(plan: Plan) -> Emulation:
 def _of_observation(observation: Observation) -> Emulation:
     drafts = None
     if observation.drafts is not None:
-        passes = ((each, Domain(((each.first, each.last),))) for each in observation.drafts)
         drafts = tuple(
-            DecodeFamily(query_len=each.query_len, draft_steps=each.draft_steps, requests=requests)
-            for each, requests in passes
+            DecodeFamily(
+                query_len=each.query_len, draft_steps=each.draft_steps, requests=Domain(((each.first, each.last),))
+            )
+            for each in observation.drafts
         )
     return Emulation(
         engine=observation.engine,
@@ -318,16 +318,11 @@ def coverage_of(emulation: Emulation) -> ObservedCoverage:
             answer=last.answer,
         )
     order = list(emulation.modes)
-    return ObservedCoverage(
-        cells=tuple(
-            sorted(
-                cells.values(),
-                key=lambda cell: (
-                    *(order.index(cell.role), cell.kind.value, cell.query_len or 0, cell.first, cell.min_loras),
-                ),
-            )
-        )
-    )
+
+    def place(cell: Cell) -> tuple[int, str, int, int, int]:
+        return order.index(cell.role), cell.kind.value, cell.query_len or 0, cell.first, cell.min_loras
+
+    return ObservedCoverage(cells=tuple(sorted(cells.values(), key=place)))
 
 
 def _place(answer: BatchAnswer) -> tuple[object, ...]:

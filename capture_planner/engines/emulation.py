@@ -27,10 +27,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 @attrs.frozen(kw_only=True)
 class EncoderGraphs:
-    """The graphs of a multimodal model's encoder, captured apart from those of the language model: one for each budget.
-
-    Images are packed into the smallest one that holds the tokens that they become.
-    """
+    """The graphs of a multimodal model's encoder: one for each budget, apart from those of the language model."""
 
     budgets: tuple[int, ...]
     """In tokens that leave the encoder, ascending."""
@@ -79,10 +76,7 @@ class CapturedGraph:
 
 
 def draft_steps_of(batch: Batch, families: Iterable[DecodeFamily]) -> int | None:
-    """Return how many passes the chain of draft decodes has that a batch is one of; None for another batch.
-
-    :param families: the uniform decodes of the batch's role.
-    """
+    """Return the passes of the chain of draft decodes that a batch is one of, by its role's ``families``, or None."""
     alike = (each for each in families if each.query_len == batch.query_len)
     return next((family.draft_steps for family in alike if batch.num_reqs in family.requests), None)
 

@@ -151,6 +151,7 @@ class Proof:
     def loss(self) -> Cost | None:
         """Total loss of the plan: graphs that the engine lacks, and batches with a lesser one; else None."""
         cost = _cost(self.adds, self.lacks, self.differences)
+        # Graphs that the engine adds, and batches that it serves better, are no loss.
         lost = self.lacks or self.unrun or cost.padded or cost.weaker or cost.eager
         return cost if lost else None
 
@@ -261,9 +262,8 @@ def parallel_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     # Only parallel drafting runs other batches than a chain does.
     if plan.speculative is None or not plan.speculative.parallel_drafting:
         return ()
-    says = (
-        f"{engine} has no parallel drafting with {plan.speculative.method.value}: its drafter makes one after another"
-    )
+    method = plan.speculative.method.value
+    says = f"{engine} has no parallel drafting with {method}: its drafter makes one after another"
     return (Loss("parallel-drafting", says, both(Role.DRAFT_PREFILL)),)
 
 
@@ -362,6 +362,7 @@ def prove(export: Export, plan: Plan, emulate: Emulator) -> Export:
 def _without_drafter_backend(export: Export, plan: Plan, error: FlagError) -> Export | None:
     """Return the export without the drafter's backend, where the engine refuses that and nothing else."""
     flag, key = export.drafter_backend or ("", "")
+    # Another refusal would stay without this setting.
     others = any(problem.path[:1] != (f"--{flag}",) for problem in error.problems)
     if others or key not in export.settings.get(flag, {}):
         return None
@@ -391,12 +392,7 @@ def emulated(export: Export, environment: Environment, emulate: Emulator) -> Emu
 
 
 def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool = False) -> Proof:
-    """Compare a plan with an emulation, or two emulations, graph by graph and batch by batch.
-
-    Batches of which an observation knows no answer are counted in ``unknown``, and are no differences.
-
-    :param both_admit: leave out batches that one of the two does not admit.
-    """
+    """Compare a plan, or an emulation, with an emulation; ``both_admit``: only batches that both of them admit."""
     left = emulation_of(plan)
     ours, theirs = (Counter(map(_plain, each.graphs)) for each in (left, emulation))
     batches = unknown = 0

@@ -38,10 +38,7 @@ class OldName:
     """The reason why it can be left out, or a caution."""
 
     def written(self, text: str, *, alone: bool = True) -> str:
-        """Return what to write for a value, as it is quoted; empty where it has no successor.
-
-        :param alone: whether the text is one value.
-        """
+        """Return what to write for a quoted text, ``alone`` if it is one value; empty: it has no successor."""
         # A certain value, then any single value, then whatever was given.
         now = self.values.get(text.lower(), self.values.get("one", self.now) if alone else self.now)
         return now.replace("{}", text) if text else re.sub(r"[ =]?\{\}", "", now)
@@ -85,7 +82,7 @@ class History:
         )
 
     def gone(self, words: Sequence[str], engine: str) -> list[Problem]:
-        """Return a problem for each old flag among words, with what it is called now, and the age of the line.
+        """Return a problem for each old flag among words, with its successor, and the age of the line.
 
         :param engine: its name and release, as in a sentence.
         """
@@ -164,6 +161,7 @@ _LONG = {"-cc": "compilation-config", "-O": "compilation-config", "-ac": "attent
 def _json_fields(field: str, text: str) -> dict[str, Any]:
     """Return the fields of a flag's JSON, or the one that its dotted name sets; none where it is no object."""
     try:
+        # Command lines have Python's spelling of booleans, too.
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:
         value = text
@@ -179,6 +177,7 @@ def old_names(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, OldName]:
 
 def values_behind(words: Sequence[str]) -> list[str]:
     """Return the words up to the next flag."""
+    # A minus in front of a digit begins a number, not a flag.
     end = next((at for at, word in enumerate(words) if re.match(r"--?[A-Za-z]", word)), len(words))
     return list(words[:end])
 

@@ -39,6 +39,7 @@ def resolve(path: str) -> Any:
 
 def report(logger: logging.Logger, level: int, lines: Sequence[str], cause: Exception | None = None) -> None:
     """Log lines that this process has not logged yet; in strict mode, raise ``RunError`` for warnings and errors."""
+    # The same line may come from several hooks, and from several engines of a process.
     for line in lines:
         if line not in _logged:
             _logged.add(line)
@@ -62,10 +63,7 @@ EVERY = 30.0
 
 
 def seconds_of(variable: str, default: float, what: str, warn: Callable[[str], object]) -> float:
-    """Return the seconds that a variable of the environment says; the default where it is no number, with a warning.
-
-    :param what: what the default is for, in front of it.
-    """
+    """Return the seconds that a variable says; else the default, with a warning that names ``what`` it is for."""
     try:
         seconds = float(os.environ.get(variable) or default)
     except ValueError:
@@ -77,10 +75,8 @@ def seconds_of(variable: str, default: float, what: str, warn: Callable[[str], o
 
 
 def file_name(base: Observation, number: int = 1) -> str:
-    """Return the name of a worker's file, without its ending: ``measuring.workers`` reads worker and process from it.
-
-    :param number: model runners of this process that were observed, this one included.
-    """
+    """Return the name of a worker's file, without its ending; ``number``: of the model runner in this process."""
+    # ``measuring.workers`` reads the worker and its process from the name.
     # The first replica has the name that an engine without replicas has.
     replica = f"replica{base.replica}." if base.replica else ""
     return f"{base.engine}.{replica}rank{base.rank}.{os.getpid()}{'' if number == 1 else f'.{number}'}"

@@ -7,7 +7,7 @@ that no load reaches costs nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -18,7 +18,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import union
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, ranges_text
 from capture_planner.records.traffic import Traffic, TrafficCount
 
 
@@ -53,15 +53,17 @@ class EngineLoad:
         """Steps of the target."""
         return sum(sum(each.values()) for each in (self.steps or {}).values())
 
-    def touched(self, runs: Iterable[Run]) -> int | None:
+    def touched(self, runs: Sequence[Run]) -> int | None:
         """Return how many steps have one of the batches; None where steps are not known."""
         if self.steps is None:
             return None
+        # Runs overlap: batches of one size have several adapters and query lengths.
+        ends = {kind: union((run.first, run.last) for run in runs if run.batch.kind is kind) for kind in Kind}
         return sum(
             count
-            for kind, ends in _ends(runs)
-            for extent, count in self.steps[kind].items()
-            if any(first <= extent <= last for first, last in ends)
+            for kind, counts in self.steps.items()
+            for extent, count in counts.items()
+            if any(first <= extent <= last for first, last in ends[kind])
         )
 
     def reaches(self, kind: Kind, first: int) -> bool:
@@ -70,6 +72,7 @@ class EngineLoad:
 
 
 def _kind(count: TrafficCount) -> Kind:
+    # A source may not know the phase; a query length is then taken for a decode's.
     decode = count.past_prompt if count.past_prompt is not None else count.query_len is not None
     return Kind.DECODE if decode else Kind.MIXED
 
@@ -81,13 +84,6 @@ def _extent(count: TrafficCount) -> int | None:
     if count.num_reqs is not None or count.num_tokens is None:
         return count.num_reqs
     return count.num_tokens // (count.query_len or 1)
-
-
-def _ends(runs: Iterable[Run]) -> Iterator[tuple[Kind, list[tuple[int, int]]]]:
-    """Yield first and last of the ranges of each kind, whatever adapters and query lengths the batches have."""
-    every = list(runs)
-    for kind in Kind:
-        yield kind, union((run.first, run.last) for run in every if run.batch.kind is kind)
 
 
 def ranked(findings: Sequence[EngineFinding], load: EngineLoad) -> tuple[EngineFinding, ...]:
@@ -120,8 +116,7 @@ def _up_to(runs: Sequence[Run], load: EngineLoad) -> str:
     if most is None or not decodes or max(last for _, last in decodes) <= most:
         return ""
     ends = [(first, min(last, most)) for first, last in union(decodes) if first <= most]
-    texts = (f"{first}" if first == last else f"{first} to {last}" for first, last in ends)
-    return f"by decodes of {', '.join(texts)} requests " if ends else ""
+    return f"by decodes of {ranges_text(ends)} requests " if ends else ""
 
 
 def reached_graphs(emulation: Emulation, load: EngineLoad) -> tuple[int, int]:

@@ -40,12 +40,10 @@ _GENERIC = frozenset(
 
 
 def container_commands(text: str, file: str = "") -> ShellText | None:
-    """Return the commands in the text of a file; None where it is no such file, or has no command.
-
-    :param file: its name, by which an engine finds a part of it.
-    """
+    """Return the commands in the text of a file, or None; ``file``: its name, by which an engine finds a part of it."""
     if _DOCKERFILE.search(text) and _SETS.search(text):
         return ShellText((_dockerfile(text),))
+    # Most texts are command lines, and to parse each as YAML would be slow.
     if not (_LOOKS_SO.search(text) or _LIST.match(text)):
         return None
     commands: list[ShellCommand] = []
@@ -126,12 +124,7 @@ def document_commands(node: Node, place: str) -> Iterator[ShellCommand]:
 def _containers(
     node: Node, names: tuple[str, ...], at: tuple[str | int, ...] = (), kind: str = ""
 ) -> Iterator[ShellCommand]:
-    """Yield the command of each mapping that has one, at any depth.
-
-    :param names: names of what it is in.
-    :param at: its path in the document.
-    :param kind: the ``kind`` of the object that it is in.
-    """
+    """Yield the command of each mapping that has one, at any depth; ``names`` and ``kind`` are of what it is in."""
     if isinstance(node.value, list):
         for index, each in enumerate(node.value):
             held = each.plain() if isinstance(each.value, dict) else {}
@@ -146,7 +139,9 @@ def _containers(
         words = [*_words(data.get("entrypoint")), *_words(data.get("command")), *_words(data.get("args"))]
         if words:
             given = _variables(data.get("env") or data.get("environment"))
-            found = _container(words, given, data.get("image"), names, _line(node, "args", "command", "entrypoint"))
+            keys = ("args", "command", "entrypoint")
+            line = next((node.keys[key][0] for key in keys if key in node.keys), node.line)
+            found = _container(words, given, data.get("image"), names, line)
             form = "dynamo" if kind == "DynamoGraphDeployment" else "kubernetes"
             yield attrs.evolve(found, form=form if kind else "", at=at)
             return
@@ -166,15 +161,10 @@ def _container(
     """Return a container's command, with its variables in the words where Kubernetes and Compose put them."""
     own = [re.sub(r"\$\((\w+)\)", lambda match: given.get(match[1], match[0]), word) for word in words]
     # A script's variables are the shell's to expand.
-    own = [word if "\n" in word or " " in word else expand(word, given) for word in own]
+    own = [word if "\n" in word or " " in word else expand(word, given.get) for word in own]
     front = ["docker", "run", str(image)] if image else []
     names = [part for part in path if part not in _GENERIC]
     return ShellCommand(words=(*front, *own), variables=dict(given), component=names[-1] if names else "", line=line)
-
-
-def _line(node: Node, *keys: str) -> int:
-    """Return the line of the first of the keys that a mapping has."""
-    return next((node.keys[key][0] for key in keys if key in node.keys), node.line)
 
 
 def _words(value: Any) -> list[str]:
@@ -217,6 +207,7 @@ def _dockerfile(text: str) -> ShellCommand:
         if name == "ENV":
             given |= dict(word.split("=", 1) for word in shlex.split(value) if "=" in word)
         else:
+            # Places in the joined text are not those of the file.
             at = next((n for n, line in enumerate(text.split("\n"), 1) if line.upper().startswith(name)), 1)
             parts[name] = value, at
     words: list[str] = []
@@ -315,6 +306,7 @@ def _kserve(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCo
             continue
         container = within(part, "template", "containers", 0) or {}
         given = _variables(within(container, "env"))
+        # KServe's own template puts this variable behind the arguments of vLLM.
         extra = shlex.split(given.pop("VLLM_ADDITIONAL_ARGS", "").replace("\\\n", " "))
         command = _words(container.get("command"))
         begin = command or [*_serve(model, part.get("parallelism")), *extra]
@@ -343,14 +335,11 @@ def _llm_d(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
                 yield attrs.evolve(found, form="helm", at=at)
 
 
-_STACK = {"maxModelLen": "max-model-len", "dtype": "dtype", "tensorParallelSize": "tensor-parallel-size"} | {
-    "maxNumSeqs": "max-num-seqs",
-    "maxNumBatchedTokens": "max-num-batched-tokens",
-    "pipelineParallelSize": "pipeline-parallel-size",
-    "enableChunkedPrefill": "enable-chunked-prefill",
-    "enablePrefixCaching": "enable-prefix-caching",
-    "maxLoras": "max-loras",
-}
+_STACK = (
+    *("maxModelLen", "dtype", "tensorParallelSize", "pipelineParallelSize", "maxNumSeqs", "maxNumBatchedTokens"),
+    *("enableChunkedPrefill", "enablePrefixCaching", "maxLoras"),
+)
+"""Keys of the production stack that are flags of vLLM in camel case."""
 
 
 def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
@@ -359,14 +348,13 @@ def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
         if not isinstance(each, Mapping) or not each.get("modelURL"):
             continue
         config = each.get("vllmConfig") or {}
-        flags = {_STACK[key]: value for key, value in config.items() if key in _STACK}
+        flags = {re.sub("[A-Z]", r"-\g<0>", key).lower(): value for key, value in config.items() if key in _STACK}
         words = [*_serve(str(each["modelURL"]), None), *as_words(flags), *_words(config.get("extraArgs"))]
         words += ["--enable-lora"] if each.get("enableLoRA") else []
         image = f"{each.get('repository', 'vllm/vllm-openai')}:{each['tag']}" if each.get("tag") else None
         at = ("servingEngineSpec", "modelSpec", index)
-        found = _container(
-            words, _variables(each.get("env")), image, (str(each.get("name", index)),), node.locate(at)[0]
-        )
+        given, name = _variables(each.get("env")), str(each.get("name", index))
+        found = _container(words, given, image, (name,), node.locate(at)[0])
         yield attrs.evolve(found, form="helm", at=at)
 
 

@@ -16,9 +16,10 @@ from capture_planner.engines.export import BatchDifference, Effect, compared, si
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, grouped
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_tiers, split_when
+from capture_planner.records.batch_space import decode_tiers, union
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.text import ranges_text
 
 
 @attrs.frozen(kw_only=True)
@@ -71,6 +72,7 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
 def _passes(before: Emulation, after: Emulation) -> Iterator[Change]:
     """Compare the tokens of each request in a pass of draft decodes."""
     role = Role.DRAFT_DECODE
+    # A role that comes or goes is a change by itself (``_modes``).
     if role in before.modes and role in after.modes:
         old, new = (sorted({family.query_len for family in each.families(role)}) for each in (before, after))
         if old and new and old != new:
@@ -121,12 +123,10 @@ _EFFECTS = {
 
 def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
     """Yield one change for all batches of one kind with the same difference."""
-    alike: dict[tuple[Role, Kind, int | None, Effect], list[BatchDifference]] = {}
-    for each in differences:
-        alike.setdefault((each.role, each.kind, each.query_len, each.effect), []).append(each)
+    alike = grouped(differences, lambda each: (each.role, each.kind, each.query_len, each.effect))
     for (role, kind, query_len, effect), group in alike.items():
-        spans = list(_spans(group))
-        shown = ", ".join(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
+        spans = union((each.first, each.last) for each in group)
+        shown = ranges_text(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
         if kind is Kind.DECODE:
             batches = f"decodes of {shown} requests, {query_len} each,"
         else:
@@ -138,14 +138,6 @@ def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
         total = f"; {count:,} batches in all" if len(spans) > MAX_SPANS else ""
         message = f"{role}: {batches} {_EFFECTS[effect]}, such as {before}, which became {after}{total}"
         yield Change(role, "answer", message)
-
-
-def _spans(group: Iterable[BatchDifference]) -> Iterator[str]:
-    """Yield which extents they are, neighbours as one."""
-    extents = sorted({(each.first, each.last) for each in group})
-    for run in split_when(lambda a, b: b[0] > a[1] + 1, extents):
-        first, last = run[0][0], max(last for _, last in run)
-        yield str(first) if first == last else f"{first} to {last}"
 
 
 def _ran_otherwise(plan: Plan, observation: Observation) -> Iterator[Change]:

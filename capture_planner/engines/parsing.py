@@ -112,10 +112,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=partial(argparse.HelpFormatter, width=80), **options)
 
     def refuse_gone(self, words: Sequence[str], newer: Sequence[Problem] = ()) -> None:
-        """Raise ``FlagError`` with every flag among words that the release has no more, and what it is called now.
-
-        ``newer`` are problems of flags that it does not have yet.
-        """
+        """Raise ``FlagError`` for each flag that the release no longer has, and for ``newer`` ones, not there yet."""
         problems = [*newer, *self.history.gone(words, self.engine)]
         if problems:
             raise FlagError(problems)
@@ -135,6 +132,7 @@ class Parser(argparse.ArgumentParser):
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
+        # The long name is clearer than the letter.
         flag = next(part for part in flag.split("/") if part.startswith("--") or "--" not in flag)
         remedy = self._remedy(flag, reason)
         if not remedy:

@@ -113,6 +113,7 @@ class Draft:
             if within(self.data, *path) != value:
                 self._change("replace", path, value)
             return
+        # A JSON patch adds no parents, so that one operation adds all that is missing.
         for key in reversed(path[held + 1 :]):
             value = {key: value}
         self._change("add", path[: held + 1], value)
@@ -136,6 +137,7 @@ class Draft:
 
     def _change(self, operation: str, path: KeyPath, value: Any) -> None:
         pointer = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
+        # A copy: the draft changes further, and its operations must not change with it.
         self.operations.append({"op": operation, "path": pointer, "value": copy.deepcopy(value)})
         self.apply(self.operations[-1])
 
@@ -301,6 +303,7 @@ def _given(
     read_back: Callable[[str], Sequence[ShellCommand]],
 ) -> Draft | None:
     """Return the draft with arguments behind those of a server; None where the server would not get them."""
+    # A copy, because the arguments may have to be taken back.
     trial = copy.deepcopy(draft)
     for word in arguments:
         trial.put_item((*pod.container, *pod.args), word)
@@ -398,6 +401,7 @@ def kustomization(patch: PlanPatch, resource: str | None) -> str:
         **({"resources": [resource]} if resource else {}),
         "patches": [
             {
+                # The core API has no group.
                 "target": {key: value for key, value in target.items() if value},
                 "patch": "".join(f"- {json.dumps(each)}\n" for each in patch.operations),
             }

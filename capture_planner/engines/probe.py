@@ -14,12 +14,14 @@ Between two numbers of requests, or of adapters, with the same answers, the answ
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import attrs
 
 from capture_planner.modes import Reason, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras, split_at
 from capture_planner.records.observation import DispatchRun, ObservedGraph
@@ -41,9 +43,9 @@ def answers(
     dispatch: Asked,
     *,
     families: Iterable[DecodeFamily] | None = None,
-    request_counts: Iterable[int] = (),
-    token_counts: Iterable[int] = (),
-    lora_counts: Iterable[int] = (),
+    request_counts: Collection[int] = (),
+    token_counts: Collection[int] = (),
+    lora_counts: Collection[int] = (),
 ) -> tuple[DispatchRun, ...]:
     """Return what a dispatcher answers, compressed.
 
@@ -54,16 +56,8 @@ def answers(
     :param token_counts: the same for tokens above the largest graph, where otherwise both ends alone are asked about.
     :param lora_counts: the same for active adapters, besides those of the graphs.
     """
-    probe = _DispatcherProbe(
-        role,
-        deployment,
-        tuple(graphs),
-        dispatch,
-        tuple(decode_families(role, deployment) if families is None else families),
-        tuple(request_counts),
-        tuple(token_counts),
-        tuple(lora_counts),
-    )
+    decodes = tuple(decode_families(role, deployment) if families is None else families)
+    probe = _DispatcherProbe(role, deployment, graphs, dispatch, decodes, request_counts, token_counts, lora_counts)
     return tuple(probe.all())
 
 
@@ -80,6 +74,12 @@ def _merged(pieces: Iterable[_Range]) -> tuple[_Range, ...]:
         else:
             ranges.append((first, last, answer))
     return tuple(ranges)
+
+
+def _runs(ranges: Iterable[_Range], **shape: Any) -> Iterator[DispatchRun]:
+    """Yield the ranges as answers to batches of one shape."""
+    for first, last, (graph, reason) in ranges:
+        yield DispatchRun(first=first, last=last, graph=graph, reason=reason, **shape)
 
 
 def _from(ranges: Iterable[_Range], least: int) -> tuple[_Range, ...]:
@@ -112,12 +112,12 @@ def _bands(
 class _DispatcherProbe:
     role: Role
     deployment: Deployment
-    graphs: tuple[ObservedGraph, ...]
+    graphs: Sequence[ObservedGraph]
     dispatch: Asked
     families: tuple[DecodeFamily, ...]
-    request_counts: tuple[int, ...]
-    token_counts: tuple[int, ...]
-    lora_counts: tuple[int, ...]
+    request_counts: Collection[int]
+    token_counts: Collection[int]
+    lora_counts: Collection[int]
 
     def all(self) -> Iterator[DispatchRun]:
         """Yield the answers, with the numbers of adapters that are answered alike together."""
@@ -150,6 +150,7 @@ class _DispatcherProbe:
         limits = self.deployment.limits
         most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
         stops = {*(graph.entry.active_loras for graph in self.graphs), *self.lora_counts}
+        # Graphs for so many adapters end there, so the next number is asked about too.
         cases = {stop + more for stop in stops for more in (0, 1)}
         return sorted({0, min(1, most), most} | {case for case in cases if 0 <= case <= most})
 
@@ -161,21 +162,11 @@ class _DispatcherProbe:
                 continue  # Draft decodes are always past the prompt, and uniform.
             for query_len in self._widths():
                 replies = (
-                    (count, count, self._ask(count, count * query_len, query_len, past_prompt, loras))
+                    (count, count, self.dispatch(self._batch(count, count * query_len, query_len, past_prompt, loras)))
                     for count in self._request_counts(query_len)
                     if count >= loras
                 )
-                for first, last, (graph, reason) in _merged(replies):
-                    runs.append(
-                        DispatchRun(
-                            query_len=query_len,
-                            past_prompt=past_prompt,
-                            first=first,
-                            last=last,
-                            graph=graph,
-                            reason=reason,
-                        )
-                    )
+                runs += _runs(_merged(replies), query_len=query_len, past_prompt=past_prompt)
             if self.role is not Role.DRAFT_DECODE:
                 runs += self._mixed(past_prompt, loras)
         return tuple(runs)
@@ -196,28 +187,18 @@ class _DispatcherProbe:
 
     def _mixed(self, past_prompt: bool, loras: int) -> Iterator[DispatchRun]:
         """Yield the answers to batches whose requests differ, in bands of requests that are answered alike."""
-
-        def by_tokens(num_reqs: int) -> tuple[_Range, ...]:
-            return self._by_tokens(num_reqs, past_prompt, loras)
-
+        by_tokens = partial(self._by_tokens, past_prompt=past_prompt, loras=loras)
         for min_reqs, max_reqs, ranges in _bands(self._mixed_points(max(loras, 1)), by_tokens, _from):
-            for first, last, (graph, reason) in ranges:
-                yield DispatchRun(
-                    past_prompt=past_prompt,
-                    min_reqs=min_reqs,
-                    max_reqs=max_reqs,
-                    first=first,
-                    last=last,
-                    graph=graph,
-                    reason=reason,
-                )
+            yield from _runs(ranges, past_prompt=past_prompt, min_reqs=min_reqs, max_reqs=max_reqs)
 
     def _mixed_points(self, least: int) -> list[int]:
         limits = self.deployment.limits
         most = min(limits.max_num_reqs, limits.max_num_tokens)
         rooms = {graph.entry.num_reqs or 0 for graph in self.graphs if graph.entry.query_len is None}
         rooms |= set(self.request_counts)
+        # Graphs for so many requests end there, so the next number is asked about too.
         rooms |= {room + 1 for room in rooms}
+        # An engine may have rules of its own, which no graph shows; few counts find them.
         powers = {1 << bit for bit in range(most.bit_length())}
         return sorted({least, most} | {n for n in rooms | powers if least <= n <= most})
 
@@ -227,7 +208,7 @@ class _DispatcherProbe:
         largest = min(most, max((graph.entry.num_tokens for graph in self.graphs), default=0))
 
         def at(tokens: int) -> Answer:
-            return self._ask(num_reqs, tokens, None, past_prompt, loras)
+            return self.dispatch(self._batch(num_reqs, tokens, None, past_prompt, loras))
 
         pieces = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
         above = max(largest + 1, num_reqs)
@@ -238,9 +219,6 @@ class _DispatcherProbe:
             else:
                 pieces += [(tokens, tokens, at(tokens)) for tokens in range(first, last + 1)]
         return _merged(pieces)
-
-    def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
-        return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))
 
     def _batch(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Batch:
         return Batch(
@@ -291,15 +269,13 @@ class Answers:
     """
 
     def __init__(self, runs: Iterable[DispatchRun]) -> None:
-        alike: dict[tuple[object, ...], list[DispatchRun]] = {}
-        for run in runs:
-            bounds = (run.min_reqs, run.max_reqs, run.min_loras, run.max_loras)
-            alike.setdefault((*form_of(run), *bounds), []).append(run)
+        alike = grouped(runs, lambda run: (form_of(run), run.min_reqs, run.max_reqs, run.min_loras, run.max_loras))
         self._tables: dict[BatchForm, list[_Table]] = {}
         for ranges in alike.values():
             ranges.sort(key=lambda run: run.first)
             one = ranges[0]
             table = _Table(
+                # No upper end: larger than any number of requests.
                 requests=range(one.min_reqs, (one.max_reqs or 1 << 62) + 1),
                 loras=range(one.min_loras, one.max_loras + 1),
                 firsts=[run.first for run in ranges],

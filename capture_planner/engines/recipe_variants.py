@@ -87,6 +87,7 @@ def _picked(value: Any, index: int) -> Any:
 
 def _sweep(data: Mapping[str, Any]) -> Iterator[RecipeVariant]:
     swept = data.get("sweep")
+    # Only placeholders of these two change what a worker runs.
     text = json.dumps([data.get("backend"), data.get("model")], default=str)
     used = {
         name: values
@@ -107,6 +108,7 @@ def _expanded(value: Any, pairs: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_expanded(each, pairs) for each in value]
     for name, chosen in pairs.items() if isinstance(value, str) else ():
+        # By itself a placeholder becomes the list; inside a text its items are joined.
         if value == f"{{{name}}}" and isinstance(chosen, list):
             return chosen
         value = value.replace(f"{{{name}}}", ",".join(map(str, chosen)) if isinstance(chosen, list) else str(chosen))

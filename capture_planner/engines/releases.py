@@ -8,7 +8,6 @@ code differ. Of a release that only the table has, an answer rests on both, and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,13 +27,11 @@ T = TypeVar("T")
 
 
 class Releases:
-    """The releases of one engine.
-
-    :param package: the package that has ``releases.json`` and ``by_release.yaml``.
-    """
+    """The releases of one engine; its ``package`` has ``releases.json`` and ``by_release.yaml``."""
 
     def __init__(self, name: str, package: str, newest: str) -> None:
         self.name, self.newest, self._package = name, newest, package
+        # Threads may follow different releases at once.
         self._followed = ContextVar(f"release of {name}", default=newest)
 
     def differences(self) -> dict[str, dict[str, Any]]:
@@ -57,6 +54,7 @@ class Releases:
 
     def by_table(self) -> tuple[str, ...]:
         """Return the older releases that only the table has, newest first."""
+        # The table has the emulated releases, too.
         oldest = _number(self.emulated()[-1])
         return tuple(each for each in self.table["releases"] if _number(each) < oldest)
 
@@ -79,7 +77,7 @@ class Releases:
 
     def minor(self) -> str:
         """Return the followed release as messages name it: ``0.33``."""
-        return re.sub(r"(\.0)$", "", self.followed())
+        return self.followed().removesuffix(".0")
 
     @contextmanager
     def following(self, release: str) -> Iterator[None]:
@@ -99,6 +97,7 @@ class Releases:
 
     def has(self, rule: str) -> bool:
         """Say whether the followed release has a rule; raises ``KeyError`` for one that no release lacks."""
+        # A rule that no release lacks is a slip in the code that asks.
         if not any(rule in each["lacks"] for each in self.differences().values()):
             raise KeyError(rule)
         return all(rule not in each["lacks"] for each in self.differences_to(self.base()))
@@ -125,10 +124,7 @@ class Releases:
         )
 
     def assumptions(self, unused: Collection[str] = ()) -> Iterator[str]:
-        """Yield what the answer for a release of the table rests on.
-
-        :param unused: parts of the code that decide nothing of this answer.
-        """
+        """Yield what an answer by the table rests on; ``unused``: parts of the code that decide nothing of it."""
         if self.followed() == self.base():
             return
         parts = [part for part in self.unknown_parts() if part not in unused]
@@ -162,6 +158,7 @@ class Releases:
         while at < len(words):
             name, equals, value = words[at].partition("=")
             old, at = history.flags.get(name), at + 1
+            # The parser refuses what had gone before the followed release.
             if old is None or old.until is None or _number(old.until) < _number(self.followed()):
                 found.append(words[at - 1])
                 continue

@@ -16,6 +16,7 @@ import attrs
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError, Problem
+from capture_planner.records._base import grouped
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A word that sets a variable."""
@@ -84,10 +85,8 @@ class ShellText:
 
 
 def read_shell(text: str, given: Mapping[str, str] | None = None) -> ShellText:
-    """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes, or values without end.
-
-    :param given: variables of the environment.
-    """
+    """Return the commands of a text in an environment; raises ``FlagError`` for open quotes and endless values."""
+    # Web pages and word processors write no-break spaces.
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
     joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
     commands: list[ShellCommand] = []
@@ -120,9 +119,9 @@ def unset(words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(match[1] or match[2] for word in words for match in VARIABLE.finditer(word)))
 
 
-def expand(text: str, known: Mapping[str, str]) -> str:
-    """Return a text with the variables that are known, and with the defaults of others."""
-    return VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0] if match[3] is None else match[3]), text)
+def expand(text: str, value: Callable[[str, str], str]) -> str:
+    """Return a text with its variables expanded; ``value`` of a name and its default, or else of itself as written."""
+    return VARIABLE.sub(lambda match: value(match[1] or match[2], match[0] if match[3] is None else match[3]), text)
 
 
 _SEQ = re.compile(r"(?:\$\(|`)\s*seq\s+(?:-s\s*(?P<between>'[^']*'|\"[^\"]*\"|\S)\s+)?(?P<ends>[^()`]+?)\s*[)`]")
@@ -146,6 +145,7 @@ def _counted(text: str, known: Mapping[str, str]) -> str:
         if len(numbers) != len(ends) or len(ends) > 3:
             return match[0]
         first, step = numbers[0] if len(ends) > 1 else 1, numbers[1] if len(ends) == 3 else 1
+        # ``seq`` includes its end, and refuses steps of 0.
         counted = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
         if not step or len(counted) > MOST_NUMBERS:
             return match[0]
@@ -218,6 +218,7 @@ def _commands(text: str) -> Iterator[list[str]]:
             raise FlagError([Problem(path=(text[place : place + 40].split("\n")[0],), message="a quote is not closed")])
         place = match.end()
         if match["redirect"]:
+            # The word behind a redirection is a file, except where it names a descriptor: ``2>&1``.
             drops = "&" not in match["redirect"][1:]
         elif match["end"]:
             if words:
@@ -234,9 +235,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _without_documents(text: str) -> str:
     """Leave out the lines between ``<<EOF`` and ``EOF``."""
     lines, kept, index = text.split("\n"), [], 0
-    places: dict[str, list[int]] = {}
-    for number, line in enumerate(lines):
-        places.setdefault(line.strip(" \t"), []).append(number)
+    places = grouped(range(len(lines)), lambda number: lines[number].strip(" \t"))
     while index < len(lines):
         line, end = lines[index], index
         for match in _HEREDOC.finditer(line):
@@ -299,9 +298,7 @@ def _unquoted(token: str, known: _Variables) -> str:
     """Return a word without its quotes, with the variables that are known."""
 
     def expanded(text: str) -> str:
-        values = VARIABLE.sub(
-            lambda match: known.value(match[1] or match[2], match[0] if match[3] is None else match[3]), text
-        )
+        values = expand(text, known.value)
         return _counted(values, known) if "$(" in values or "`" in values else values
 
     parts: list[str] = []

@@ -152,6 +152,7 @@ def _configured(name: str, like: Model, assumptions: list[str]) -> Spec | None:
 
 def _plain(name: str) -> str:
     """Return a model's name as a plan can have it: of a path the last part, without characters that no name has."""
+    # A folder on one machine says nothing on another.
     last = PurePath(name).name if name.startswith(("/", ".", "~", "$")) else name
     return re.sub(r"[^A-Za-z0-9._/+ -]+", "-", last).lstrip("._/+ -")[:128] or "model"
 
@@ -170,11 +171,7 @@ Graph = tuple[Role, Entry]
 
 
 def with_sizes(derived: DerivedSpec, emulation: Emulation, plan: Callable[[Spec], Plan]) -> DerivedSpec:
-    """Return the spec with the sizes whose plan comes closest to the engine's graphs, and what differs still.
-
-    :param derived: the deployment, with sizes to be chosen.
-    :param plan: makes the plan of a spec on the engine's machine.
-    """
+    """Return the spec with sizes whose ``plan`` comes closest to the engine's graphs, and what differs still."""
     theirs = graphs_of(emulation)
     best: tuple[int, Spec, frozenset[Graph]] | None = None
     reasons: list[str] = []
@@ -220,16 +217,12 @@ def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
         # A list that the flags give is part of the engine's policy.
         if policy is Policy.VLLM and emulation.sizes:
             yield replace(spec, sizes=Sizes(policy=policy, num_tokens=emulation.sizes))
+        # Flags may end the engine's own list elsewhere.
         largest = explicit[Role.TARGET] or Sizes()
         tokens, reqs = (max(sizes, default=None) for sizes in (largest.num_tokens or (), largest.num_reqs or ()))
         yield replace(spec, sizes=Sizes(policy=policy, max_tokens=tokens, max_reqs=reqs))
     if any(explicit.values()):
-        roles = {
-            role.value: replace(spec.roles.of(role), sizes=explicit.get(role))
-            if explicit.get(role)
-            else spec.roles.of(role)
-            for role in Role
-        }
+        roles = {role.value: replace(spec.roles.of(role), sizes=explicit.get(role)) for role in Role}
         yield replace(spec, roles=Roles(**roles))
     yield spec
 

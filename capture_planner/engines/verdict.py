@@ -18,7 +18,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import union
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, ranges_text
 
 LEAST = {False: (1.0, 0.03), True: (0.0, 0.004)}
 """MiB and seconds of a graph of the target, and (True) of a drafter, at least: vLLM 0.33 on an H200 with Qwen3-0.6B and
@@ -55,6 +55,7 @@ def bill(roles: Iterable[Role], once: tuple[float, float] = ONCE) -> GraphBill:
     """Return what graphs cost, each by its role; ``once``: MiB and seconds that capturing takes before the first."""
     drafts = [role.is_drafter for role in roles]
     mib, seconds = (
+        # What comes before the first graph is paid only where there is one.
         (round(sum(LEAST[each][i] for each in drafts), 1), round(len(drafts) * MOST[i] + once[i] * bool(drafts), 1))
         for i in (0, 1)
     )
@@ -108,10 +109,7 @@ class EngineVerdict:
 
 
 def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
-    """Return the verdict.
-
-    :param answers: what ``walk(emulation)`` returns.
-    """
+    """Return the verdict; ``answers`` are those of ``walk(emulation)``."""
     cost, alone = bill(graph.role for graph in emulation.graphs), bool(emulation.by_flags)
     if alone:
         # A model that has no graphs pays for none.
@@ -131,10 +129,8 @@ def is_eager(one: BatchAnswer) -> bool:
 
 
 def is_eager_for_any_model(one: BatchAnswer) -> bool:
-    """Say whether flags alone leave a batch without a graph.
-
-    Attention without graphs of decodes may turn a mode of decodes into PIECEWISE, which has graphs of other batches.
-    """
+    """Say whether flags alone leave a batch without a graph."""
+    # Attention without graphs of decodes may turn their mode into PIECEWISE, which has graphs of other batches.
     return is_eager(one) and (one.batch.kind is Kind.DECODE or one.answer.reason is Reason.SIZES)
 
 
@@ -142,6 +138,7 @@ def _with_encoder(text: str, emulation: Emulation, on_graphs: bool) -> str:
     """Append which images run the encoder from graphs, or eager."""
     parts = [text] if text else []
     for each in emulation.encoders:
+        # Images beyond the largest budget run eager: there is no larger graph.
         first, last = (1, each.budgets[-1]) if on_graphs else (each.budgets[-1] + 1, each.reach)
         if first <= last:
             price = f", {counted(len(each.budgets), 'graph')} more" if on_graphs else ""
@@ -154,6 +151,7 @@ def _why_none(emulation: Emulation) -> str:
     none = GraphMode.NONE.value
     if any(mode is not GraphMode.NONE for mode in emulation.modes.values()):
         return "no size is left to capture"
+    # The last rule that lowered the mode, or else the last setting, has decided it.
     messages = [each.message for each in emulation.decisions if each.role is Role.TARGET and each.after == none]
     sources = [each.source for each in emulation.settings if each.value == none and "mode" in each.name]
     return messages[-1] if messages else f"mode {none}, from {sources[-1]}" if sources else f"mode {none}"
@@ -182,11 +180,8 @@ def _batches(meeting: Sequence[BatchAnswer], others: Iterable[BatchAnswer]) -> s
         some = [one for one in meeting if one.batch.kind is kind]
         if some:
             ends = ranges(some)
-            text = ", ".join(
-                f"{first}" if first == last else f"{first} to {last}" for first, last in ends[:MOST_RANGES]
-            )
             more = len(ends) - MOST_RANGES
-            text += f" and {more} more ranges" if more > 0 else ""
+            text = ranges_text(ends[:MOST_RANGES]) + (f" and {more} more ranges" if more > 0 else "")
             modes = {one.answer.mode for one in some} - {GraphMode.NONE}
             how = f" ({' or '.join(sorted(mode.value for mode in modes))})" if modes else ""
             parts.append(f"{name} of {text} {unit}{'' if ends[-1][1] == 1 else 's'}{how}{_adapters(some, rest)}")

@@ -23,6 +23,7 @@ def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
 
     ``FILE#1/backend/decode`` is a part of the second document of a file; a text there is a file of its own.
     """
+    # A file may have # in its own name.
     file, _, part = path.partition("#") if not Path(path).exists() else (path, "", "")
     try:
         return load(read(file)) if not part else _part(read(file), part, load)
@@ -90,8 +91,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
 def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str], str]) -> FlagError:
     """Return an error whose problems have their places in the file of ``--config``, where they are about it.
 
-    ``name_of`` turns a flag, as written in the command or the file, into the engine's own name of it. A flag
-    of the command line wins over the file.
+    ``name_of`` turns a flag, as written in the command or the file, into the engine's own name of it.
     """
     words = list(command)
     if words.count("--config") != 1 or words[-1] == "--config":
@@ -117,11 +117,10 @@ def located(
 ) -> list[Problem]:
     """Return problems with file, line and column: of the nearest node on their path in the file.
 
-    Arguments:
-        problems: those that already have a file are left alone.
-        path: the file; raises ``InvalidDocument`` where it cannot be read.
-        path_in_file: the path of a problem below the top of the file; empty where it is not about the file.
-        name_of: turns a key at the top of the file into the name that paths begin with.
+    :param problems: those that already have a file are left alone.
+    :param path_in_file: the path of a problem below the top of the file; empty where it is not about the file.
+    :param name_of: turns a key at the top of the file into the name that paths begin with.
+    :raises InvalidDocument: the file cannot be read.
     """
     root = read_yaml(path, lambda text: yaml.compose(text, yaml.SafeLoader))
     results = []

@@ -42,10 +42,12 @@ class ShapeTally:
 
     def __add__(self, other: ShapeTally) -> ShapeTally:
         steps, rounded, timed = self.steps + other.steps, self.rounded + other.rounded, self.timed + other.timed
+        # A tally without intervals has a mean of 0, which must not count.
         if not self.timed or not other.timed:
             one = self if self.timed else other
             return ShapeTally(steps, rounded, timed, one.mean, one.squares)
         apart = other.mean - self.mean
+        # The pairwise formula of Chan et al.: no interval has to be kept.
         squares = self.squares + other.squares + apart * apart * self.timed * other.timed / timed
         return ShapeTally(steps, rounded, timed, self.mean + apart * other.timed / timed, squares)
 
@@ -66,17 +68,20 @@ def coarsened(tallies: Mapping[Outcome, ShapeTally], most: int, room: Room) -> t
     roles, graphs and reasons, are too many.
     """
     by_steps = sorted(tallies, key=lambda outcome: -tallies[outcome].steps)
+    # The other half is left for what the rare shapes become.
     kept = dict.fromkeys(by_steps if len(by_steps) <= most else by_steps[: most // 2])
 
     def merged(grid: tuple[float, float]) -> Tallies:
         found = {outcome: tallies[outcome] for outcome in kept}
         for outcome in by_steps[len(kept) :]:
             place, tally = _rounded(outcome, *grid, room), tallies[outcome]
+            # A shape that is on the grid already was not rounded.
             if place[1:3] != outcome[1:3]:
                 tally = attrs.evolve(tally, rounded=tally.steps)
             found[place] = found[place] + tally if place in found else tally
         return found
 
+    # A coarser grid never makes more shapes, so the finest that is enough is found by halving.
     finest = bisect_left(GRIDS, True, key=lambda grid: len(merged(grid)) <= most)
     found = merged(GRIDS[min(finest, len(GRIDS) - 1)])
     rest = sorted(found.keys() - kept.keys(), key=lambda outcome: -found[outcome].steps)
@@ -85,11 +90,13 @@ def coarsened(tallies: Mapping[Outcome, ShapeTally], most: int, room: Room) -> t
 
 def _rounded(outcome: Outcome, tokens: float, reqs: float, room: Room) -> Outcome:
     role, num_reqs, num_tokens, query_len, past_prompt, loras, graph, reason = outcome
+    # Rounded, a uniform decode would have other tokens than its requests times its query length.
     if past_prompt and query_len is not None:
         return outcome
     # An engine may count in NumPy's integers.
     before_reqs, before_tokens = index(num_reqs), index(num_tokens)
     most_reqs, most_tokens = room(outcome)
+    # Never beyond the graph, and never below what ran, should the graph be smaller.
     grown = max(min(rounded_up(before_tokens, tokens), most_tokens), before_tokens) if before_tokens else 0
     more = max(min(rounded_up(before_reqs, reqs), most_reqs, grown), before_reqs) if before_reqs else 0
     return role, more, grown, None, past_prompt, loras, graph, reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations
 
 import attrs
@@ -36,6 +36,7 @@ class Line:
     def of(cls, points: Sequence[tuple[float, float]]) -> Line:
         """Fit points, of which there is one at least; a single point says nothing about its own error."""
         intercept, slope = _fit(points)
+        # A line is closer to the points that it was fitted to than to others, so each is left out in turn.
         left_out = [
             y - (a + b * x)
             for index, (x, y) in enumerate(points)
@@ -45,15 +46,14 @@ class Line:
 
     @classmethod
     def robust(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """Fit points of which up to a quarter are far off; the error is their median distance, 0 without points.
-
-        The slope is the median of all slopes between two points (Theil and Sen).
-        """
+        """Fit points of which up to a quarter are far off; the error is their median distance, 0 without points."""
         if not points:
             return cls(0.0, 0.0, 0.0)
+        # Theil and Sen: the median of all slopes between two points.
         slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
         slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
         intercept = statistics.median([y - slope * x for x, y in points])
+        # Noise: a graph of no tokens does not cost less than nothing.
         if intercept < 0:
             intercept, slope = 0.0, max(0.0, statistics.median([y / x for x, y in points]))
         return cls(intercept, slope, statistics.median([abs(y - intercept - slope * x) for x, y in points]))
@@ -68,9 +68,11 @@ def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     xs, ys = zip(*points, strict=True)
     mean = statistics.fmean(ys)
+    # Points of one size have no slope, and linear_regression refuses them.
     if len(set(xs)) == 1:
         return mean, 0.0
     slope, intercept = statistics.linear_regression(xs, ys)
+    # Noise: a larger graph does not cost less.
     if slope < 0:
         return mean, 0.0
     if intercept < 0:
@@ -150,12 +152,14 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphS
         )
         for family in sorted(by_family, key=lambda family: family_name(*family))
     )
+    by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
     rests = [
-        sum(sample.mib for sample in capture) - _pool_mib(costs, [(each.family, each.tokens) for each in capture])
+        sum(each.mib for each in capture) - _pool_mib([(by_key[each.family], each.tokens) for each in capture])
         for capture in captures
         if capture
     ]
     base = max(0.0, statistics.median(rests)) if rests else 0.0
+    # What the first graph of each family took beyond its fit.
     cold = sum(
         max(0.0, by_family[cost.key][0].seconds - cost.seconds - cost.seconds_per_token * by_family[cost.key][0].tokens)
         for cost in costs
@@ -172,6 +176,7 @@ def _growing(capture: Sequence[GraphSample]) -> Iterator[GraphSample]:
     met: set[Family] = set()
     for sample in capture:
         mode, alone = sample.family[1], sample.alone_mib
+        # The pool grows only for a graph that needs more than all before it.
         if sample.family not in met if alone is None else alone > most.get(mode, -1.0):
             most[mode] = max(alone or 0.0, most.get(mode, 0.0))
             yield sample
@@ -200,8 +205,6 @@ def _family_cost(
     """Fit one family; where ``known``, by what each graph takes alone, and else by how pools grew.
 
     Without that, only graphs that came first in a pool show what a graph takes: those after them shared it.
-
-    :param alone: graphs that were captured into pools of their own, apart from the others.
     """
     role, mode, query_len, draft_steps = family
     later = [sample.mib for sample in samples if id(sample) not in firsts]
@@ -235,14 +238,13 @@ def _family_cost(
     return GraphCost(role=role, mode=mode, query_len=query_len, draft_steps=draft_steps, **rounded)
 
 
-def _pool_mib(costs: Iterable[GraphCost], graphs: Sequence[tuple[Family, int]]) -> float:
-    """Return the MiB of one pool after ``graphs``, each a family and its tokens, were captured into it."""
-    by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
+def _pool_mib(graphs: Sequence[tuple[GraphCost, int]]) -> float:
+    """Return the MiB of one pool after ``graphs``, each with its costs and tokens, were captured into it."""
+    # Graphs of one mode share their intermediates, those of two modes do not (see the module).
     largest = dict.fromkeys(GraphMode, 0.0)
-    for family, tokens in graphs:
-        cost = by_key[family]
+    for cost, tokens in graphs:
         largest[cost.mode] = max(largest[cost.mode], cost.largest_mib + cost.mib_per_token * tokens)
-    return sum(largest.values()) + sum(by_key[family].mib for family, _ in graphs)
+    return sum(largest.values()) + sum(cost.mib for cost, _ in graphs)
 
 
 @attrs.frozen(kw_only=True)
@@ -263,20 +265,18 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 
 
 def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing: Pool = Pool.SHARED) -> Prediction:
-    """Predict memory and time of a capture of graphs from a profile.
-
-    Raises ``PlanningError`` where the profile has no costs of graphs of a role that is captured.
-    """
+    """Predict memory and time of a capture; raises ``PlanningError`` where a role has no costs in the profile."""
     costs = Costs(profile)
+    # Without a graph not even a pool is made.
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
-    families = {entry_family(role, entry): costs.of_graph(entry_family(role, entry)) for role, entry in work}
-    pools: dict[Role | None, list[tuple[Family, int]]] = {}
-    for role, entry in work:
-        pool = None if Pool.PER_ROLE not in (sharing, profile.pool) else role
-        pools.setdefault(pool, []).append((families[entry_family(role, entry)].key, entry.num_tokens))
-    pooled = sum(_pool_mib(families.values(), graphs) for graphs in pools.values())
+    families = {family: costs.of_graph(family) for family in (entry_family(role, entry) for role, entry in work)}
     each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]
+    pools: dict[Role | None, list[tuple[GraphCost, int]]] = {}
+    for (role, _), graph in zip(work, each, strict=True):
+        # Costs of separate pools say nothing about a shared one, so such a profile decides too.
+        pools.setdefault(role if Pool.PER_ROLE in (sharing, profile.pool) else None, []).append(graph)
+    pooled = sum(map(_pool_mib, pools.values()))
     used = {cost.key: cost for cost in families.values()}.values()
     return Prediction(
         memory_mib=len(pools) * profile.base_mib + pooled + sum(cost.driver_mib for cost, _ in each),

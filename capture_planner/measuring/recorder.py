@@ -183,7 +183,9 @@ class Recorder(StepSink):
         with self._lock:
             self._take()
             base, seconds = self._base, time.monotonic() - self._since
+            # Copies, because coarsening takes longer than counting may wait for the lock.
             tallies, stalls, forgotten = self._tallies.copy(), self._stalls.copy(), self._forgotten.copy()
+            # Into the copies alone: these intervals are judged again once there are enough.
             _judge(self._intervals.waiting(), tallies, stalls)
             vectors = {role: self._vectors.vectors(role, min(most, MAX_VECTORS)) for role in Role}
             totals = {
@@ -207,13 +209,11 @@ class Recorder(StepSink):
         return replace(base, seconds=round(seconds, 3), roles=tuple(roles), **totals)
 
     def _counts(self, role: ObservedRole, tallies: Tallies, unlisted: Counter[int | None], most: int) -> dict[str, Any]:
-        """Return the graphs and batches of a role, the rarest rounded up, and the number of its other steps.
-
-        :param unlisted: steps without a shape by graph.
-        """
+        """Return the graphs and batches of a role, the rarest rounded up; ``unlisted``: steps without a shape."""
         coarse, lost = coarsened(tallies, most, self._room)
         listed = sorted(coarse.items(), key=lambda each: -each[1].steps)
         with self._lock:
+            # Times are kept by shape, whichever graph served it.
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
         batches = [
@@ -252,6 +252,7 @@ class Recorder(StepSink):
             return 0, 0
         limits = base.limits.max_num_reqs, base.limits.max_num_tokens
         graphs = next((each.graphs for each in base.roles if each.role is role), ())
+        # ``begin`` may have replaced the graphs since the batch ran.
         if graph is None or graph >= len(graphs):
             return limits
         return graphs[graph].entry.num_reqs or limits[0], graphs[graph].entry.num_tokens
@@ -260,11 +261,13 @@ class Recorder(StepSink):
         """Write the file a last time, and stop; again, or in a fork, it does nothing."""
         if self._process == os.getpid() and not self._closed.is_set():
             self._closed.set()
+            # Or else the interpreter would keep the recorder until it exits.
             atexit.unregister(self.close)
             self._write()
 
     def _run(self) -> None:
         written = time.monotonic()
+        # The queues are emptied every second, however seldom the file is written.
         while not self._closed.wait(min(self._every, 1.0)):
             self.gather()
             with self._lock:
@@ -293,6 +296,7 @@ class Recorder(StepSink):
     def _fitting(self) -> dict[str, Any]:
         """Return the observation as plain data, with as many batches of each role as its file can have."""
         most = MAX_BATCHES
+        # How large a file becomes is known only once it is made.
         data = codec.to_data(self._observation())
         while num_nodes(data) > MAX_NODES and most > 1:
             most //= 2
@@ -318,6 +322,7 @@ class Recorder(StepSink):
             self._tallies, lost = coarsened(self._tallies, MAX_SHAPES // 2, self._room)
             for outcome, tally in lost.items():
                 self._forgotten[outcome[0], outcome[6]] += tally.steps
+            # No batch is left that has these times.
             for shape in self._samples.keys() - {outcome[:6] for outcome in self._tallies}:
                 del self._samples[shape]
 
@@ -370,6 +375,7 @@ class Intervals:
     def add(self, outcome: Outcome, milliseconds: float) -> None:
         """Add one step."""
         role, _, tokens, query_len, past_prompt, _, graph, _ = outcome
+        # Steps are compared with those of their kind: eager steps and prompts take longer as a rule.
         kind = (role, graph is None, past_prompt and query_len is not None)
         self._waiting.setdefault(kind, []).append((outcome, milliseconds))
         self._latest.setdefault(kind, deque(maxlen=MEMORY)).append((milliseconds, tokens))
@@ -412,6 +418,7 @@ class VectorCounts:
         """Count so many steps of one vector."""
         self._steps[shared] += steps
         if len(self._steps) > MAX_KNOWN:
+            # Half at once, so that it is chosen seldom.
             kept = _chosen(self._steps, MAX_KNOWN // 2)
             for each, count in (self._steps - kept).items():
                 self._forgotten[each[0]] += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -62,10 +62,7 @@ class StepTimes:
 
 
 def step_times(observation: Observation) -> StepTimes:
-    """Return what the steps of the target took until the next ones.
-
-    Raises ``CapturePlannerError`` where the observation has no intervals.
-    """
+    """Return what the steps of the target took until the next; raises ``CapturePlannerError`` without intervals."""
     target = next((role for role in observation.roles if role.role is Role.TARGET), None)
     counts = () if target is None else [count for count in target.batches if count.num_tokens]
     if target is None or not any(count.interval for count in counts):
@@ -86,6 +83,7 @@ def step_times(observation: Observation) -> StepTimes:
     steps = sum(each.steps for each in kinds)
     return StepTimes(
         mean_ms=sum(each.mean_ms * each.steps for each in kinds) / steps,
+        # A kind of one step has no error, and would make that of all infinite.
         error_ms=math.hypot(*(each.error_ms * each.steps for each in kinds if math.isfinite(each.error_ms))) / steps,
         steps=steps,
         unmeasured=sum(count.steps for count in counts) - steps,
@@ -129,6 +127,7 @@ def _grouped(
                 first=min(count.num_tokens for count in alike),
                 last=max(count.num_tokens for count in alike),
                 steps=sum(count.steps for count in alike),
+                # Files without ``intervals`` have a median of samples in place of the mean.
                 measured=sum(count.intervals or count.samples for count in timed),
                 mean_ms=sum((count.interval or 0.0) * count.steps for count in timed) / weight,
                 error_ms=_error(timed),
@@ -137,12 +136,8 @@ def _grouped(
     return tuple(sorted(found, key=lambda each: (-each.mean_ms * each.steps, str(each))))
 
 
-def _error(timed: Iterable[BatchCount]) -> float:
-    """Return the standard error of the mean of shapes, each with its steps.
-
-    A shape of which one step was measured has the spread of all steps of its kind.
-    """
-    timed = list(timed)
+def _error(timed: Sequence[BatchCount]) -> float:
+    """Return the standard error of the mean of shapes, each with its steps."""
     known = [(max(count.intervals, 1), count.interval or 0.0, count.interval_error or 0.0) for count in timed]
     number = sum(steps for steps, _, _ in known)
     if number < 2:
@@ -151,6 +146,7 @@ def _error(timed: Iterable[BatchCount]) -> float:
     # The squared distances of a shape's steps from its mean, by its standard error.
     squares = sum(error**2 * n * (n - 1) + n * (time - mean) ** 2 for n, time, error in known)
     spread = math.sqrt(squares / (number - 1))
+    # A shape of which one step was measured has the spread of all steps of its kind.
     errors = (
         count.steps * (spread / math.sqrt(max(count.intervals, 1)) if count.interval_error is None else error)
         for count, (_, _, error) in zip(timed, known, strict=True)

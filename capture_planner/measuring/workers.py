@@ -32,13 +32,12 @@ _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative",
 
 
 def read_workers(folder: str | Path) -> Observation:
-    """Return the newest observation of each worker in a folder, as one.
-
-    Raises ``InvalidDocument`` where the folder has none, or they are not of one engine.
-    """
+    """Return the newest observations of a folder's workers as one; raises ``InvalidDocument`` without any."""
     newest: dict[str, Path] = {}
+    # Files of earlier processes of a worker stay in the folder; the latest replaces them.
     for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):
         match = _PLACE.fullmatch(path.name)
+        # Files of other names count as one worker, so that copies are not added up.
         newest[match["place"] if match else ""] = path
     documents = map(codec.Document.read, newest.values())
     named = [(each.name, each.load(Observation)) for each in documents if each.is_observation]
@@ -55,6 +54,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     Times are the slowest worker's, memory is the tightest one's. Raises ``InvalidDocument`` where they differ in what
     all workers have in common: the engine, its settings, or the graphs of a role.
     """
+    # The lowest rank comes first, and gives what all have in common.
     named = sorted(named, key=lambda each: (each[1].replica, each[1].rank))
     if len(named) == 1:
         return named[0][1]
@@ -73,8 +73,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     if problems:
         raise InvalidDocument(problems)
     seen = [each for _, each in named]
-    speaking = [*{speaker(each): each for each in reversed(seen)}.values()]
-    speaking.reverse()
+    speaking = [own[0] for own in grouped(seen, speaker).values()]
     return replace(
         first,
         started=min(each.started for each in seen),
@@ -96,6 +95,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
 
 def speaker(seen: Observation) -> tuple[int, int]:
     """Return the replica and the data-parallel rank of a worker: those of one take the same steps."""
+    # A file may state more data-parallel ranks than workers, which leaves none for each.
     return seen.replica, seen.rank // max(seen.world_size // seen.parallel.data, 1)
 
 
@@ -117,8 +117,7 @@ def _differences(first: Observation, other: Observation) -> Iterator[str]:
 def _notes(seen: Sequence[Observation]) -> Iterator[str]:
     for each in seen:
         yield from each.notes
-    for replica in sorted({each.replica for each in seen}):
-        own = [each for each in seen if each.replica == replica]
+    for own in grouped(seen, attrgetter("replica")).values():
         missing = sorted(set(range(own[0].world_size)) - {each.rank for each in own})
         if missing:
             ranks = ", ".join(map(str, missing))
@@ -151,6 +150,7 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
     batches = grouped((count for role in speaking for count in role.batches), shape)
     # A vector is counted by each rank that had work.
     by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
+    # The largest count comes last, and is kept.
     vectors = {replace(each, steps=0): each for each in by_steps}
     return replace(
         first,
@@ -165,11 +165,10 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
 
 
 def _batch(counts: Sequence[BatchCount]) -> BatchCount:
-    samples = sum(count.samples for count in counts)
     return attrs.evolve(
         counts[0],
         steps=sum(count.steps for count in counts),
-        samples=samples,
+        samples=sum(count.samples for count in counts),
         milliseconds=_mean(counts, "milliseconds", "samples"),
         interval=_mean(counts, "interval", "intervals"),
         intervals=sum(count.intervals for count in counts),
@@ -179,6 +178,7 @@ def _batch(counts: Sequence[BatchCount]) -> BatchCount:
 
 def _mean(counts: Sequence[BatchCount], *names: str) -> float | None:
     """Return the mean of figures, by how many steps each is of; both by name."""
+    # A figure of an unknown number of steps counts once.
     timed = [(value, steps or 1) for value, steps in map(attrgetter(*names), counts) if value is not None]
     weight = sum(samples for _, samples in timed)
     return round(sum(value * samples for value, samples in timed) / weight, 5) if timed else None

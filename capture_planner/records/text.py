@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 """Units of bytes, each with the power of two."""
@@ -29,9 +29,14 @@ def query_len_text(query_len: int | None, *, varies: bool) -> str:
     return f"up to {query_len}" if varies else f"{query_len}"
 
 
+def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    """Write ranges: ``1 to 4, 9``."""
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
+
+
 def spans(ranges: Sequence[tuple[int, int]], noun: str) -> str:
     """Write ascending ranges: ``1 to 4, 9 tokens``; of more than three the ends, ``1 to 90 tokens, in 7 ranges``."""
     if len(ranges) > 3:
         return f"{ranges[0][0]} to {ranges[-1][1]} {noun}s, in {len(ranges)} ranges"
-    text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
+    text = ranges_text(ranges)
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"

@@ -30,10 +30,7 @@ REPOSITORIES = {
 
 
 def link(thread: str) -> str:
-    """Return the address of a thread such as ``vllm#54933``, or ``owner/repository#1``.
-
-    Raises ``KeyError`` for a project that ``REPOSITORIES`` does not have.
-    """
+    """Return the address of ``vllm#54933`` or ``owner/name#1``; raises ``KeyError`` for unknown projects."""
     project, number = thread.split("#")
     return f"https://github.com/{project if '/' in project else REPOSITORIES[project]}/issues/{number}"
 
@@ -174,10 +171,8 @@ error, warning, note = (partial(rule, severity) for severity in Severity)
 
 
 def lint(plan: Plan, ignore: Iterable[str] = ()) -> tuple[Finding, ...]:
-    """Return the findings of every rule about ``plan``, by code, without those that the plan itself ignores.
-
-    :param ignore: codes of further rules to leave out. An error is never left out.
-    """
+    """Return the findings about ``plan``, by code; rules that it or ``ignore`` names are left out, errors never."""
     walked, codes = coverage(plan), {*plan.ignore, *ignore}
+    # An error means wrong results or a contradiction, which no list may hide.
     rules = (each for each in RULES.values() if each.severity is Severity.ERROR or each.code not in codes)
     return tuple(Finding(rule=each, diagnostic=found) for each in rules for found in each.check(walked))

@@ -9,13 +9,12 @@ from capture_planner.analysis.lint.core import Diagnostic, error, of_role, warni
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, extra_slots, split_when
-from capture_planner.records.text import counted, query_len_text
+from capture_planner.records.text import counted, query_len_text, ranges_text
 
 
 def describe(cells: list[Cell]) -> str:
     """Describe adjacent cells: ``decodes of 9 to 16 requests, query length 4``."""
-    first, last = min(cell.first for cell in cells), max(cell.last for cell in cells)
-    span = f"{first}" if first == last else f"{first} to {last}"
+    span = ranges_text([(min(cell.first for cell in cells), max(cell.last for cell in cells))])
     if cells[0].kind is Kind.MIXED:
         text = f"mixed batches of {span} tokens"
     else:
@@ -74,6 +73,7 @@ def decode_without_full_graph(coverage: Coverage) -> Iterator[Diagnostic]:
             if cell.role is role.role
             and cell.kind is Kind.DECODE
             and cell.answer.mode is not GraphMode.FULL
+            # CP001 reports those.
             and cell.answer.reason is not Reason.UNCOVERED
         ]
         for run in merged(slow):
@@ -95,16 +95,13 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     limits, slots = coverage.plan.limits, extra_slots(coverage.plan)
     for first, last, k in decode_tiers(coverage.plan):
+        # The first draft pass has its slots in the same budget of tokens.
         width = 1 + k + slots
         if last * width > limits.max_num_tokens:
-            fits = limits.max_num_tokens // width
-            yield Diagnostic(
-                role=Role.TARGET,
-                path=("limits", "max_num_tokens"),
-                message=f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens, but "
-                f"max_num_tokens is {limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} "
-                "requests cannot be decoded",
-            )
+            need = f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens"
+            beyond = f"batches of {max(limits.max_num_tokens // width + 1, first)} to {last} requests cannot be decoded"
+            message = f"{need}, but max_num_tokens is {limits.max_num_tokens}: {beyond}"
+            yield Diagnostic(message, Role.TARGET, ("limits", "max_num_tokens"))
 
 
 @error("CP004", "vllm#47460", "plan again from the spec")
@@ -113,14 +110,10 @@ def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     runs = coverage.plan.speculative.roles if coverage.plan.speculative else (Role.TARGET,)
     for role in Role:
         planned = role in coverage.plan.planned
-        if planned != (role in runs):
-            yield Diagnostic(
-                role=role,
-                path=("roles",),
-                message=f"the deployment does not run {role}, but the plan has it"
-                if planned
-                else f"the deployment runs {role}, but the plan lacks it",
-            )
+        if planned and role not in runs:
+            yield Diagnostic(f"the deployment does not run {role}, but the plan has it", role, ("roles",))
+        elif not planned and role in runs:
+            yield Diagnostic(f"the deployment runs {role}, but the plan lacks it", role, ("roles",))
 
 
 _NO_REASON = (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE, Reason.RANK, Reason.IDLE)
@@ -144,6 +137,7 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
     An engine that follows it runs batches eager that a graph would serve: SGLang's cap of twice the
     tokens rejected 5 tokens for a graph of 16, which was cheap.
     """
+    # Waivers of several roles can be equal, so the role is part of the key.
     used = {(cell.role, cell.answer.waiver) for cell in coverage.cells if cell.answer.waiver is not None}
     for role in coverage.plan.roles:
         for index, waiver in enumerate(role.waivers):

@@ -23,6 +23,7 @@ def _needed(role: RolePlan) -> GraphSupport:
         return GraphSupport.NEVER
     if role.mode.mixed_mode is GraphMode.FULL:
         return GraphSupport.ALWAYS
+    # A batch of decodes that differ in length is not uniform.
     if any(entry.max_query_len is not None for entry in role.entries):
         return GraphSupport.ALWAYS
     long = any((entry.query_len or 1) > 1 for entry in role.entries)
@@ -84,6 +85,7 @@ def drafter_lowers_target(coverage: Coverage) -> Iterator[Diagnostic]:
             continue
         own = {(group.name, group.backend) for group in role.groups}
         for step, decision in enumerate(role.decisions):
+            # Two roles may have groups of one name, and then their backends tell them apart.
             foreign = decision.group is not None and (decision.group, decision.backend) not in own
             if decision.role.is_drafter or foreign:
                 cause = f"{decision.role} ({decision.backend or 'no backend'})"

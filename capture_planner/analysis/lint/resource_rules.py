@@ -78,13 +78,11 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     plan, budget = coverage.plan, coverage.plan.budget
     number = plan.num_graphs - plan.num_lazy
     need, memory = number * budget.memory_per_graph, plan.environment.device.memory
+    # Measured sizes were chosen by the costs of a profile; the public figure is for other plans.
     if budget.allowed_graphs() is None and plan.forecast is None and need > MEMORY_SHARE * memory:
-        yield Diagnostic(
-            path=("budget",),
-            message=f"{counted(number, 'graph')}{' at start' if plan.num_lazy else ''} may take "
-            f"{need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
-            f"{number * budget.seconds_per_graph:.0f} s to capture",
-        )
+        graphs = f"{counted(number, 'graph')}{' at start' if plan.num_lazy else ''}"
+        cost = f"{need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and {number * budget.seconds_per_graph:.0f} s"
+        yield Diagnostic(f"{graphs} may take {cost} to capture", path=("budget",))
 
 
 @note("CP044", "vllm#44078", "set pool to shared unless you measured a difference", at="pool")
@@ -94,6 +92,7 @@ def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     vLLM removed it: no loss of accuracy or acceptance (GSM8K went from 75.5 to 76.5 %), about 0.27 GiB
     saved.
     """
+    # One role has one pool either way.
     if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
         yield Diagnostic("each role has its own pool, which cost vLLM about 0.27 GiB", path=("pool",))
 
@@ -118,10 +117,8 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
         ]
         if coarse:
             worst, tokens, real = max(coarse, key=lambda found: found[0].worst)
-            message = (
-                f"{worst.first} requests are padded from {real} to {tokens} tokens, although more graphs would fit"
-            )
-            yield of_role(coverage, role, message, "entries")
+            padded = f"{worst.first} requests are padded from {real} to {tokens} tokens"
+            yield of_role(coverage, role, f"{padded}, although more graphs would fit", "entries")
 
 
 @warning("CP049", "vllm-ascend#1168", "add sizes below, or use the default policy", at="sizes")
@@ -150,6 +147,7 @@ def _with_room(coverage: Coverage) -> Iterator[RolePlan]:
     for role in coverage.plan.roles:
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
         is_capped = any(g.support.max_graphs is not None and full >= g.support.max_graphs for g in role.groups)
+        # Where sizes were left out for the budget no more fit, even below its number of graphs.
         if not is_capped and all(decision.rule != "budget" for decision in role.decisions):
             yield role
 
@@ -165,6 +163,7 @@ def small_state_pool(coverage: Coverage) -> Iterator[Diagnostic]:
     if plan.model.recurrent is None:
         return
     entries = [entry for role in plan.roles for entry in role.entries]
+    # Alignment can make a graph larger than the limits (CP016).
     most = max(plan.limits.max_num_reqs, *(entry.num_reqs or 0 for entry in entries), 0)
     rows = plan.states.rows if plan.states else 0
     if rows < most + 1:

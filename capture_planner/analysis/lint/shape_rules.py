@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
 from capture_planner.analysis.lint.core import RULES, Diagnostic, Severity, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, request_step, token_step
-from capture_planner.records.plan import RolePlan
 from capture_planner.records.text import spans
 
 HEAVY_RATIO = 2.0
@@ -47,6 +46,7 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
         families = decode_families(role.role, coverage.plan)
         lengths = {family.query_len for family in families}
         lengths |= {shorter for family in families if family.varies for shorter in range(1, family.query_len)}
+        # There is no family of draft decodes where K is 1 or the drafter makes no chain.
         if role.role is Role.DRAFT_DECODE:
             lengths.add(1)
         wrong = sorted({e.query_len for e in role.entries if e.query_len is not None} - lengths)
@@ -98,11 +98,9 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     speculative = coverage.plan.speculative
     for index, (first, last, k) in enumerate(speculative.ranges if speculative else ()):
         if speculative and k > speculative.num_tokens:
-            yield Diagnostic(
-                path=("speculative", "schedule", index),
-                message=f"the schedule has {k} draft tokens for {first} to {last} requests, but num_tokens is "
-                f"{speculative.num_tokens}",
-            )
+            has = f"the schedule has {k} draft tokens for {first} to {last} requests"
+            message = f"{has}, but num_tokens is {speculative.num_tokens}"
+            yield Diagnostic(message, path=("speculative", "schedule", index))
 
 
 @warning(
@@ -118,37 +116,29 @@ def entry_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
     Its last rows are always padding. A buffer of max_num_reqs rows is too small for it: vLLM sized one by the limits,
     and the padded rows of the largest graph overran it.
     """
-    for role in coverage.plan.roles:
-        for entry, aligned in _beyond(coverage, role):
-            if not aligned:
-                yield of_role(coverage, role, _beyond_text(coverage, entry), "entries")
+    yield from _beyond(coverage, aligned=False)
 
 
 @note("CP016", "vllm#50065", "nothing to fix; size buffers by the entries, not by the limits", at="parallel")
 def aligned_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
     """Sequence parallelism rounds a graph up beyond the limits: padded tokens are a multiple of the ranks."""
-    for role in coverage.plan.roles:
-        for entry, aligned in _beyond(coverage, role):
-            if aligned:
-                message = f"{_beyond_text(coverage, entry)}, rounded up for sequence parallelism"
-                yield of_role(coverage, role, message, "entries")
+    yield from _beyond(coverage, aligned=True)
 
 
-def _beyond(coverage: Coverage, role: RolePlan) -> Iterator[tuple[Entry, bool]]:
-    """Yield the entries of a role beyond the limits, each with whether sequence parallelism is the reason."""
+def _beyond(coverage: Coverage, *, aligned: bool) -> Iterator[Diagnostic]:
+    """Yield the entries beyond the limits: those that sequence parallelism rounded up, or all others."""
     limits, parallel = coverage.plan.limits, coverage.plan.parallel
-    for entry in role.entries:
-        reqs = entry.num_reqs or 0
-        if reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens:
-            step = 1 if entry.tokens_each is None else request_step(entry.tokens_each, parallel)
-            tokens = token_step(parallel) if entry.tokens_each is None else step * entry.tokens_each
-            aligned = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
-            yield entry, aligned
-
-
-def _beyond_text(coverage: Coverage, entry: Entry) -> str:
-    limits = coverage.plan.limits
-    return f"{entry}: the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
+    admits = f"the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
+    for role in coverage.plan.roles:
+        for entry in role.entries:
+            each, reqs = entry.tokens_each, entry.num_reqs or 0
+            step = 1 if each is None else request_step(each, parallel)
+            tokens = token_step(parallel) if each is None else step * each
+            # Alignment adds less than one step; what is larger has another cause.
+            within = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
+            if (reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens) and within is aligned:
+                rounded = ", rounded up for sequence parallelism" if aligned else ""
+                yield of_role(coverage, role, f"{entry}: {admits}{rounded}", "entries")
 
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
@@ -207,6 +197,7 @@ def heavy_padding(coverage: Coverage) -> Iterator[Diagnostic]:
     if coverage.plan.forecast is not None and coverage.plan.is_steady:
         return
     for cell in coverage.cells:
+        # Batches with adapters have the same sizes, and would repeat the finding.
         if cell.entry is None or cell.min_loras:
             continue
         real = cell.first * (cell.query_len or 1)
@@ -246,6 +237,7 @@ def schedule_gap(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     most = coverage.plan.limits.max_num_reqs
     ranges = coverage.plan.speculative.ranges if coverage.plan.speculative else ()
+    # The last pair shows a gap behind the last range.
     for index, (before, after) in enumerate(itertools.pairwise((*ranges, (most + 1, most + 1, 0)))):
         if before[1] + 1 < after[0] and before[1] < most:
             gap = spans([(before[1] + 1, min(after[0] - 1, most))], "request")
@@ -279,6 +271,7 @@ def unused_ignore(coverage: Coverage) -> Iterator[Diagnostic]:
             message = f"no rule is called {code}" + (f"; did you mean {near[0]}?" if near else "")
         elif rule.severity is Severity.ERROR:
             message = f"{code} ({rule.name}) is an error, and errors are not ignored"
+        # Whether this rule finds something depends on itself.
         elif rule.check is unused_ignore or any(rule.check(coverage)):
             continue
         else:

@@ -21,6 +21,7 @@ GRIDS = ((0.01, 0.01), (0.02, 0.02), (0.02, 0.05), (0.02, 0.1), (0.02, 0.25), (0
 
 def rounded_up(number: int, share: float) -> int:
     """Return the least number of a grid that is not below ``number``; the grid has steps of at most ``share``."""
+    # Powers of two, so that coarser grids have no numbers that finer ones lack.
     step = 1 << max(0, int(math.log2(number * share))) if number * share >= 1 else 1
     return -(-number // step) * step
 
@@ -31,11 +32,13 @@ def fitting(traffic: Traffic) -> Traffic:
     Only batches with prompts, and decodes whose requests differ, are rounded: the rarest, tokens by at most 2 %
     unless that is not enough, and never above the largest batch. Counts stay exact.
     """
+    # A batch has at least one node, so that those of many batches need not be counted.
     if len(traffic.batches) < MAX_NODES and num_nodes(codec.to_data(traffic)) <= MAX_NODES:
         return traffic
     by_count = sorted(traffic.batches, key=lambda batch: -batch.count)
     exact = [batch for batch in by_count if batch.query_len is not None or batch.num_tokens is None]
     uneven = [batch for batch in by_count if batch.query_len is None and batch.num_tokens is not None]
+    # A batch has about three nodes, and half of the file is for rounded ones.
     frequent = max(0, (MAX_NODES // 2 - 3 * len(exact)) // 3)
     kept, rare = exact + uneven[:frequent], uneven[frequent:]
     for tokens, reqs in GRIDS:
@@ -88,6 +91,7 @@ def _merged(rare: list[TrafficCount], tokens: float, reqs: float) -> tuple[Count
         assert num_tokens is not None
         grown = min(rounded_up(num_tokens, tokens), most_tokens)
         before, after = before + num_tokens * batch.count, after + grown * batch.count
+        # A batch has no more requests than tokens.
         room = num_reqs and min(rounded_up(num_reqs, reqs), most_reqs, grown)
         rounded[(*kind, room, grown)] += batch.count  # type: ignore[index]
     return rounded, after / before - 1

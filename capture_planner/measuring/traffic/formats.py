@@ -1,7 +1,4 @@
-"""What an engine writes about its batches: formats of lines in its log, and its metrics.
-
-An engine declares them in ``Engine.logs``. ``lines`` and ``prometheus`` read by them.
-"""
+"""What an engine writes about its batches, as ``Engine.logs`` declares it: lines of its log, and its metrics."""
 
 from __future__ import annotations
 
@@ -72,6 +69,7 @@ class MetricFormat:
     def is_in(self, head: bytes) -> bool:
         """Say whether a text that begins with ``head`` has metrics of this engine."""
         name = re.escape(self.prefix).encode()
+        # The head of a long scrape may end within the comments on its first metric.
         return re.search(rb"(?m)^(?:# (?:HELP|TYPE) )?" + name + rb"\w+[ {]", head) is not None
 
 
@@ -103,9 +101,7 @@ def prompts(shapes: Counter[Shape], kind: str = PROMPTS) -> Iterator[TrafficCoun
 
 
 def uniform_note(batches: Iterable[TrafficCount]) -> Iterator[str]:
-    """Say for how many decodes the query length is inferred: tokens that divide by requests prove nothing below the
-    longest query.
-    """
+    """Say for how many decodes the query length is inferred: below the longest, tokens that divide prove nothing."""
     listed = [(batch.query_len, batch.count) for batch in batches if batch.query_len is not None]
     longest = max((query_len for query_len, _ in listed), default=1)
     unsure = sum(count for query_len, count in listed if 1 < query_len < longest)

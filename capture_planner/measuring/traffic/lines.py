@@ -47,6 +47,7 @@ class LineReader:
         start = 0
         while start < len(block):
             end = start + self._order.room
+            # A line belongs to one block of time.
             end = len(block) if end >= len(block) else block.find(b"\n", end - 1) + 1 or len(block)
             self._add(block if end - start == len(block) else block[start:end])
             start = end
@@ -64,8 +65,10 @@ class LineReader:
             if self._share >= EVERY_SHAPE:
                 self._most = 2 * self._order.entries  # what cannot be rounded is not tried again for each block
             self._share = max(2 * self._share, RESOLUTION)
+            # Shapes that were counted before are rounded too, or one would be counted under two names.
             self._order.rename(lambda key: (key[0], _coarser(key[1], self._share)))
         readable = _is_text(block)
+        # Line by line is slow, and most blocks have nothing to note.
         if wrong or not readable:
             self._search(block, wrong, readable)
         self._lines += block.count(b"\n")
@@ -73,6 +76,7 @@ class LineReader:
     def _search(self, block: bytes, formats: Sequence[LineFormat], readable: bool) -> None:
         """Note each line of a block that has the marker of a format and is not of it, or is no text."""
         for number, line in enumerate(block.split(b"\n"), self._lines):
+            # A tally of its own: the block is counted already.
             broken = not all(_LineTally(each).add(line)[0] for each in formats)
             if broken or not (readable or _is_text(line) or any(tally.format.find(line) for tally in self._tallies)):
                 self._skipped += 1
@@ -91,6 +95,7 @@ class LineReader:
             most = max(each.format.detail for each in alike)
             rich = [each for each in alike if each.format.detail == most]
             names = " and ".join(each.format.name for each in rich)
+            # Lines of detail 0 have no steps, such as the acceptance of drafts.
             counted = [each for each in alike if each in rich or not each.format.detail]
             repeated = {each: each.format.repeats(keys[each]) for each in counted}
             whole = _parts(keys, repeated, options)
@@ -150,6 +155,7 @@ class _LineTally:
     def add(self, block: bytes) -> tuple[bool, Counter[Shape]]:
         """Count a block; return whether every line that has the format's marker could be read, and what was counted."""
         expected, shapes = sum(map(block.count, self.format.markers)), Counter[Shape]()
+        # Counting markers is much faster than matching lines.
         if not expected:
             return True, shapes
         found = self.format.find(block)
@@ -163,14 +169,17 @@ class _LineTally:
             for engine, each in zip(columns[0], times, strict=True):
                 own[engine].append(float(each or 0))
             for engine, milliseconds in own.items():
+                # A plain sum of millions of short times loses digits.
                 self._milliseconds[engine] = math.fsum(milliseconds) + self._milliseconds.get(engine, 0.0)
         readable = 0
         for key, count in counted.items():
             shape = self.format.shape(key)
-            if _is_possible(shape):
+            # No batch has more, and a file cannot hold more.
+            if max(shape[1:]) <= MAX_TOKENS:
                 shapes[shape] += count * self.format.times(key)
                 readable += count
         if self.format.clock is not None and (moments := set(self.format.clock.findall(block))):
+            # b"" is no time yet, and would be the least.
             self._first = min(moments | ({self._first} if self._first else set()))
             self._last = max(moments | {self._last})
         return readable == expected, shapes
@@ -183,11 +192,6 @@ class _LineTally:
             return span
         most = max(self._milliseconds.values(), default=0.0)
         return round(most / 1000, 6) or None
-
-
-def _is_possible(shape: Shape) -> bool:
-    """Say whether a batch can have such numbers, and a file hold them."""
-    return shape[1] <= MAX_TOKENS and shape[2] <= MAX_TOKENS
 
 
 def _parts(
@@ -218,6 +222,7 @@ def _coarser(shape: Shape, share: float) -> Shape:
 def _span(first: bytes, last: bytes) -> float:
     """Return the seconds between two moments of one year; 0 where they are none."""
     try:
+        # A leap year, so that 29 February is a date.
         start, end = (datetime.strptime(f"2000-{each.decode()}", "%Y-%m-%d %H:%M:%S") for each in (first, last))
     except ValueError:
         return 0.0

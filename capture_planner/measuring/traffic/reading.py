@@ -32,6 +32,7 @@ from capture_planner.measuring.traffic.source import (
 )
 from capture_planner.measuring.workers import read_workers, speaker
 from capture_planner.modes import Role
+from capture_planner.records._base import grouped
 from capture_planner.records.observation import Observation
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -57,10 +58,7 @@ class TrafficReading:
     unreadable: tuple[str, ...]
     """Some of the lines that could not be read."""
     blocks: tuple[tuple[TrafficCount, ...], ...]
-    """The target's batches in stretches of the order of time, to judge noise by; none where a source has no order.
-
-    Rare shapes may be somewhat larger ones of the traffic.
-    """
+    """The target's batches in stretches of time, to judge noise by; rare shapes may be larger. Empty: no order."""
     traces: tuple[RequestTrace, ...]
     """The traces of requests among the sources."""
 
@@ -79,7 +77,7 @@ def read_sources(
     :param paths: files, plain or compressed by gzip; ``-`` is standard input.
     :param advance: called with the bytes that were read since its last call.
     :param formats: what each of the installed engines writes.
-    Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
+    :raises InvalidDocument: a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
     read = [
@@ -92,9 +90,11 @@ def read_sources(
     notes = [*left, *(note for _, counts in read for note in counts.notes)]
     target = [each for each in batches if each.role is Role.TARGET]
     deployment = options.deployment
+    # Sources with passes of the drafter need none computed.
     if deployment is not None and deployment.speculative is not None and len(target) == len(batches):
         batches = summed([*batches, *drafter_batches(target, deployment)])
         notes.append("passes of the drafter are not in the sources: they follow from the target's and the spec")
+    # Steps of a trace are simulated, so that no other source has them too.
     met = {(source.name, counts.format) for source, counts in read if not counts.format.startswith("trace")}
     if len(met) > 1 and len({name for _, name in met}) > 1:
         notes.append("the sources have several formats: if two are of the same run, its steps are counted twice")
@@ -113,6 +113,7 @@ def read_sources(
         skipped=sum(counts.skipped for _, counts in read),
         drafted=_positions(counts.drafted for _, counts in read),
         accepted=_positions(counts.accepted for _, counts in read),
+        # One source may have the prompts that another lacks, so this is said of the sum.
         notes=tuple(dict.fromkeys([*(note for note in notes if note != NO_PROMPTS), *_unknown(batches)])),
     )
     return TrafficReading(
@@ -130,6 +131,7 @@ def _steps_of_target(counts: SourceCounts) -> int:
 def _in_order(read: Sequence[SourceCounts], options: SourceOptions) -> tuple[tuple[TrafficCount, ...], ...]:
     """Return the blocks of all sources, neighbours as one where they are many."""
     read = [counts for counts in read if counts.batches]
+    # Where one source has no order, that of all steps is not known.
     if not read or not all(counts.blocks for counts in read):
         return ()
     blocks = [block for counts in read for block in counts.blocks]
@@ -144,11 +146,8 @@ def _one_of_each(
     read: Sequence[tuple[TrafficSource, SourceCounts]],
 ) -> tuple[list[tuple[TrafficSource, SourceCounts]], list[str]]:
     """Return the sources with the steps of one worker alone, of those that take the same; and what was left out."""
-    lowest: dict[object, int] = {}
-    for _, counts in read:
-        if counts.worker is not None:
-            place, rank = counts.worker
-            lowest[place] = min(rank, lowest.get(place, rank))
+    workers = [counts.worker for _, counts in read if counts.worker is not None]
+    lowest = {place: min(rank for _, rank in alike) for place, alike in grouped(workers, lambda each: each[0]).items()}
     chosen, left = [], []
     for source, counts in read:
         if counts.worker is not None and counts.worker[1] != lowest[counts.worker[0]]:
@@ -162,10 +161,7 @@ def _one_of_each(
 def _read_source(
     source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
-    """Return what was counted in one source, in the format or the formats that it has.
-
-    Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
-    """
+    """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources``."""
     if Path(source.path).is_dir():
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     said: dict[str, None] = {}
@@ -176,11 +172,13 @@ def _read_source(
     head = first[:HEAD]
     whole = _whole_format(head, formats)
     if whole is not None:
+        # Traces have times, and reports list their steps in order; others have totals alone.
         if options.part != (0.0, 1.0) and whole not in (read_trace, _report):
             raise _refusal(source.name, "has no order in time, so no part of it can be read", "give a log or a trace")
         counts = whole(_text(source, itertools.chain([first], blocks)), source.name, options)
         return [attrs.evolve(counts, notes=(*counts.notes, *said))]
     if options.part != (0.0, 1.0):
+        # The format is known by the head of the file, and the part may lie elsewhere.
         blocks.close()  # type: ignore[attr-defined]
         blocks = source.blocks(options.part, advance, lambda note: said.update({note: None}))
         first = b""
@@ -191,6 +189,7 @@ def _read_source(
     if not results:
         skipped, samples = reader.skipped
         shown = f"; {skipped} lines could not be read: {'; '.join(samples)}" if skipped else ""
+        # Samples of binary lines say nothing.
         if b"\0" in head:
             shown = "; it is binary, not text"
         if options.part != (0.0, 1.0):
@@ -233,6 +232,7 @@ def _text(source: TrafficSource, blocks: Iterable[bytes]) -> str:
     parts: list[bytes] = []
     for block in blocks:
         parts.append(block)
+        # The size of compressed text is known only as it is read.
         if sum(map(len, parts)) > MAX_WHOLE:
             raise _refusal(source.name, f"larger than {MAX_WHOLE >> 20} MiB, and its format is not read line by line")
     try:
@@ -250,6 +250,7 @@ def _document(text: str, name: str, options: SourceOptions) -> SourceCounts:
 def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
     try:
         return read_run_report(json.loads(text), options)
+    # Any JSON may have these keys, with anything behind them.
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
         raise _refusal(name, f"JSON, and no run report: {error!r}", "write one with run --format json") from error
 
@@ -291,19 +292,16 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
     if target and all(batch.past_prompt for batch in target):
         yield NO_PROMPTS
     steps = sum(batch.count for batch in batches)
-    missing: Counter[str] = Counter()
-    for batch in batches:
-        missing["requests"] += batch.count * (batch.num_reqs is None)
-        missing["tokens"] += batch.count * (batch.num_tokens is None)
-        missing["phase"] += batch.count * (batch.past_prompt is None)
     follows = {
-        "requests": "the requests of {} of the steps are not known; --query-len gives those of decodes",
-        "tokens": "the tokens of {} of the steps are not known: give --query-len, the tokens of each decode (1 + K)",
-        "phase": "whether {} of the steps are decodes or have prompts is not known",
+        "num_reqs": "the requests of {} of the steps are not known; --query-len gives those of decodes",
+        "num_tokens": "the tokens of {} of the steps are not known: give --query-len, the tokens of each decode "
+        "(1 + K)",
+        "past_prompt": "whether {} of the steps are decodes or have prompts is not known",
     }
     for name, text in follows.items():
-        if missing[name]:
-            yield text.format(f"{missing[name] / steps:.1%}")
+        missing = sum(batch.count for batch in batches if getattr(batch, name) is None)
+        if missing:
+            yield text.format(f"{missing / steps:.1%}")
 
 
 # Prometheus text ---------------------------------------------------------------------------------
@@ -398,10 +396,7 @@ def observed_counts(observation: Observation) -> SourceCounts:
 
 
 def read_run_report(data: dict[str, object], options: SourceOptions) -> SourceCounts:
-    """Return the counts of what ``capture-planner run --format json`` printed: its forwards.
-
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is no such report.
-    """
+    """Return the forwards that ``run --format json`` printed; raises ``KeyError``, ``TypeError`` or ``ValueError``."""
     forwards, steps = data["forwards"], data["steps"]
     assert isinstance(forwards, list) and isinstance(steps, list)
     first, last = (round(share * len(steps)) for share in options.part)

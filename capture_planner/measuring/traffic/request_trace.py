@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from capture_planner.analysis.arrivals import Pace, Simulation, for_role, latency_of, simulate
-from capture_planner.analysis.trace import ALIASES, ParsedTrace, TraceRow, has_requests, trace_of
+from capture_planner.analysis.trace import ALIASES, ParsedTrace, has_requests, trace_of
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.source import RequestTrace, SourceCounts, SourceOptions
 from capture_planner.modes import Role
@@ -45,25 +45,18 @@ def is_trace(head: bytes) -> bool:
     return all(cells & set(names) for names in ALIASES.values()) or has_requests(first)
 
 
-def window_of(rows: Sequence[TraceRow], part: tuple[float, float]) -> tuple[float, float]:
-    """Return a part of the time in which requests arrive, in seconds; the last part goes on to the last token."""
-    end = max(row.arrival for row in rows)
-    return part[0] * end, math.inf if part[1] >= 1 else part[1] * end
-
-
 def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
-    """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``.
-
-    A part of it begins with the requests that run by then.
-    """
+    """Return a scheduler's batches of a trace, or of a part with what runs by then; raises ``InvalidDocument``."""
     trace = trace_of(text, name)
-    window = window_of(trace.rows, options.part)
+    arrivals = tuple(sorted(trace.rows, key=lambda row: row.arrival))
+    first, last = (share * arrivals[-1].arrival for share in options.part)
+    # The last part goes on to the last token.
+    window = first, math.inf if options.part[1] >= 1 else last
     if not any(window[0] <= row.arrival < window[1] for row in trace.rows):
         message = f"no request arrives in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its time"
         raise InvalidDocument([Problem(file=name, message=message, remedy="read a larger part, or all")])
     deployment = options.deployment or TraceLimits()
     acceptance = acceptance_of(options)
-    arrivals = tuple(sorted(trace.rows, key=lambda row: row.arrival))
     found = simulate(
         arrivals,
         deployment.limits,
@@ -72,6 +65,7 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
         acceptance=acceptance,
         window=window,
     )
+    # Batches with prompts have decodes too, whose number is not known.
     drafts = sum(count * batch.num_reqs for batch, count in found.counts.items() if batch.past_prompt)
     return SourceCounts(
         format=f"trace of {len(trace.rows)} requests",
@@ -91,6 +85,7 @@ def acceptance_of(options: SourceOptions) -> tuple[float, ...]:
     if speculative is None:
         return ()
     known = speculative.acceptance if options.acceptance is None else options.acceptance
+    # The acceptance may have been measured with more drafts than the deployment makes.
     return tuple(known[: speculative.num_tokens])
 
 
@@ -121,6 +116,7 @@ def traffic_count(batch: Batch, count: int) -> TrafficCount:
         role=batch.role,
         num_reqs=batch.num_reqs,
         num_tokens=batch.num_tokens,
+        # Prompts that have the shape of a decode are none (law 5).
         query_len=batch.query_len if batch.past_prompt else None,
         past_prompt=batch.past_prompt,
         active_loras=batch.active_loras,

@@ -8,6 +8,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,10 +51,7 @@ class SourceOptions:
     pace: Pace | None = None
     """Time of steps, for traces of requests; None: a constant."""
     acceptance: tuple[float, ...] | None = None
-    """For traces of requests: share of steps in which the draft of each position and all before it are accepted.
-
-    None: the deployment's.
-    """
+    """For traces: share of steps in which each draft and all before it are accepted; None: the deployment's."""
     part: tuple[float, float] = (0.0, 1.0)
     """Part of each source to read, as shares of its length: ``(0, 2 / 3)`` is the first two thirds."""
 
@@ -144,6 +142,7 @@ class TrafficSource:
         if self.path == "-" or path.is_fifo():
             kind = "standard input" if self.path == "-" else "a pipe"
             raise InvalidDocument([Problem(file=self.name, message=f"{kind} has no parts", remedy="name a file")])
+        # The length of compressed text is known only once it is read, so a part takes two passes.
         size = sum(map(len, self._raw(lambda _: None, lambda _: None)))
         first, last = (share * size for share in part)
         return first, math.inf if part[1] >= 1 else last
@@ -151,10 +150,7 @@ class TrafficSource:
     def _raw(self, advance: Advance, note: Note) -> Iterator[bytes]:
         """Yield the bytes, decompressed and as UTF-8, and report the bytes of the file itself."""
         try:
-            if self.path == "-":
-                yield from _plain(_read(sys.stdin.buffer, advance), note)
-                return
-            with Path(self.path).open("rb") as file:
+            with nullcontext(sys.stdin.buffer) if self.path == "-" else Path(self.path).open("rb") as file:
                 yield from _plain(_read(file, advance), note)
         except (OSError, zlib.error) as error:
             message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -200,6 +196,7 @@ def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         held.append(piece)
         length += len(piece)
+        # Each block is matched by every format, and what gzip yields may be a few bytes.
         if length >= BLOCK:
             yield b"".join(held)
             held, length = [], 0
