@@ -109,7 +109,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
             "name": rule.name,
             "shortDescription": {"text": rule.explanation.splitlines()[0]},
             "fullDescription": {"text": rule.explanation},
-            "help": {"text": getattr(rule, "remedy", rule.explanation)},
+            "help": {"text": rule.remedy or rule.explanation},
             "defaultConfiguration": {"level": rule.severity.value},
             "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
         }
@@ -119,6 +119,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         "id": DRIFT_CODE,
         "name": "drift",
         "shortDescription": {"text": "A plan is not what its spec gives, or what an engine did."},
+        "help": {"text": "Plan the spec again, or change it."},
     }
     results = [_result(p.finding.rule.code, p.severity.value, p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]

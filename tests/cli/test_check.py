@@ -105,6 +105,7 @@ def test_sarif(run: Run, unsound: str) -> None:
     assert len(ids) == len(set(ids))
     for rule in driver["rules"]:
         assert rule["shortDescription"]["text"]
+        assert rule["help"]["text"]
     assert {result["ruleId"] for result in once["results"]} >= {"CP020", "CP099"}
     for result in once["results"]:
         assert result["ruleId"] in ids
