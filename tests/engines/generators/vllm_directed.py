@@ -250,12 +250,63 @@ DIRECTED: dict[str, dict[str, Any]] = {
 }
 
 
+_EAGLE3 = _NGRAM | {"method": "eagle3", "model": "{models}/eagle3"}
+_OVERLAP = "-dp 2 --enable-expert-parallel --all2all-backend deepep_low_latency"
+_ENCODER = '"cudagraph_mm_encoder": true, "encoder_cudagraph'
+BOUNDARIES: tuple[tuple[str, str], ...] = (
+    ("h100", "{models}/dense --max-cudagraph-capture-size 1"),
+    ("h100", "{models}/dense --max-num-seqs 64 --max-num-batched-tokens 64 --enable-lora"),
+    ("h100", "{models}/dense --max-model-len 32768"),
+    ("h100", "{models}/dense -tp 16 -dcp 2"),
+    ("h100", "{models}/dense -cc.mode=0"),
+    ("h100", "{models}/dense -cc.mode=4"),
+    ("h100", "{models}/moe --enable-expert-parallel --all2all-backend deepep_low_latency"),
+    ("h100", f"VLLM_USE_V2_MODEL_RUNNER=1 {{models}}/moe {_OVERLAP} --enable-dbo"),
+    (
+        "h100",
+        f"{{models}}/moe {_OVERLAP} --ubatch-size 2 --dbo-decode-token-threshold 2 --dbo-prefill-token-threshold 2",
+    ),
+    ("a100", "{models}/quantized"),
+    ("b200", "{models}/mla --attention-backend CUTLASS_MLA"),
+    ("b200", "{models}/sparse -tp 8"),
+    ("h100", "{models}/gemma --kv-cache-dtype fp8"),
+    ("b200", "{models}/dense --kv-cache-dtype fp8 --attention-backend FLASH_ATTN"),
+    ("b200", "{models}/dense --kv-cache-dtype fp8 --attention-backend FLASH_ATTN -ac.flash_attn_version=3"),
+    ("h100", _drafts("wide", **_NGRAM) + " --attention-backend FLASHINFER"),
+    ("a100", "{models}/dense --attention-backend FLASHINFER"),
+    ("gb10", "{models}/dense --attention-backend FLASHINFER"),
+    ("h100", "{models}/oss --attention-backend FLASH_ATTN"),
+    ("h100", _drafts("dense", **_EAGLE3, num_speculative_tokens_per_batch_size=[[1, 4, 3], [4, 8, 1]])),
+    (
+        "h100",
+        _drafts("dense", **_NGRAM | {"method": "draft_model"}, model="{models}/draft", max_model_len=2048)
+        + " --max-model-len 2048",
+    ),
+    (
+        "h100",
+        f"{{models}}/vision -cc '{{{_ENCODER}_token_budgets\": [8, 16], "
+        '"encoder_cudagraph_max_vision_items_per_batch": 8}\'',
+    ),
+    ("h100", "{models}/vision --max-num-batched-tokens 64 --max-num-seqs 8 -cc.cudagraph_mm_encoder=true"),
+    ("h100", f"{{models}}/vision -cc '{{{_ENCODER}_token_budgets\": [0, 16]}}'"),
+)
+"""Environment and command line at the values where a comparison of a rule changes its answer."""
+
+
+def at_boundaries() -> Iterator[Case]:
+    """Yield the command lines of ``BOUNDARIES``."""
+    yield from (_case(line, environment) for environment, line in BOUNDARIES)
+
+
 def directed() -> Iterator[tuple[Case, dict[str, Any]]]:
     """Yield each command line with the parts of the answer that it is about; ``REFUSED`` for a refusal."""
-    for line, answer in DIRECTED.items():
-        words = shlex.split(line)
-        variables = []
-        while words[0].startswith("VLLM_"):
-            name, _, value = words.pop(0).partition("=")
-            variables.append((name, value))
-        yield Case(command=tuple(words), environment="h100", variables=tuple(variables)), answer
+    yield from ((_case(line, "h100"), answer) for line, answer in DIRECTED.items())
+
+
+def _case(line: str, environment: str) -> Case:
+    words = shlex.split(line)
+    variables = []
+    while words[0].startswith("VLLM_"):
+        name, _, value = words.pop(0).partition("=")
+        variables.append((name, value))
+    return Case(command=tuple(words), environment=environment, variables=tuple(variables))

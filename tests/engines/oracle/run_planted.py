@@ -30,7 +30,7 @@ from capture_planner.errors import FlagError
 from engines.generators import sglang as sglang_drawing
 from engines.generators import sglang_answers, vllm_managers
 from engines.generators.vllm import cases, write_models
-from engines.generators.vllm_directed import directed
+from engines.generators.vllm_directed import at_boundaries, directed
 from engines.oracle import run_sglang, run_vllm_config, run_vllm_managers
 from engines.oracle.comparison import finish, options, oracle, say, sources
 
@@ -145,9 +145,8 @@ def _vllm_config(wheel: Path, count: int, seed: int) -> list[Question]:
     folder = Path(tempfile.mkdtemp())
     write_models(folder)
     found: list[Question] = []
-    # Directed lines are at the boundaries of rules; mixed with others, they come early for each rule alike.
     lines = [case for case, _ in directed()] + [*cases(count, seed, 0.01)]
-    for case in random.Random(seed).sample(lines, len(lines)):
+    for case in (*at_boundaries(), *random.Random(seed).sample(lines, len(lines))):
         command, environment = case.command_in(folder), find_environment(case.environment)
         words = [f"{name}={value}" for name, value in case.variables] + command
         theirs = engine.answer(command, environment, dict(case.variables))

@@ -48,7 +48,7 @@ from capture_planner_vllm.emulation.model import read_target
 from capture_planner_vllm.emulation.releases import NEWEST, following, releases
 from capture_planner_vllm.emulation.tables import flag_table
 from engines.generators.vllm import Case, answer_of, cases, write_models
-from engines.generators.vllm_directed import directed
+from engines.generators.vllm_directed import at_boundaries, directed
 from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 from engines.oracle.vllm_refusals import excused
 
@@ -84,7 +84,7 @@ def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.N
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        special = [] if arguments.models_only else [case for case, _ in directed()]
+        special = [] if arguments.models_only else [*at_boundaries(), *(case for case, _ in directed())]
         lines = (*special, *cases(arguments.count, arguments.seed, arguments.wild))
         for outcome, flag, difference in _every(module, engine, folder, lines, arguments.jobs):
             outcomes[outcome] += 1
