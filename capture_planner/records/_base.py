@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 import attrs
@@ -226,13 +226,10 @@ def raise_any(problems: Iterable[Problem]) -> None:
         raise InvalidValue(found)
 
 
-def refuse_duplicates(values: Sequence[Any], message: str, items: str, key: str) -> None:
-    """Raise ``InvalidValue`` with each value that occurs earlier; ``message`` has a place for it.
-
-    Its path is the ``key`` of an item of ``items``.
-    """
+def duplicates(values: Sequence[Any], message: str, items: str, key: str) -> Iterator[Problem]:
+    """Yield each value that occurs earlier, at the ``key`` of its item; ``message`` has a place for it."""
     again = ((index, value) for index, value in enumerate(values) if value in values[:index])
-    raise_any(Problem(path=(items, index, key), message=message.format(value)) for index, value in again)
+    return (Problem(path=(items, index, key), message=message.format(value)) for index, value in again)
 
 
 def field(doc: str, *, key: str | None = None, **options: Any) -> Any:
@@ -254,8 +251,12 @@ def key_of(attribute: attrs.Attribute[Any]) -> str:
 def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen, keyword-only attrs class that enforces the constraints of its types.
 
-    Raises ``InvalidValue`` from the constructor, with the path of the field.
+    Its method ``_problems``, where it has one, yields what is wrong with its fields together. Raises ``InvalidValue``
+    from the constructor, with the path of each field.
     """
+    checked: Any = cls
+    if hasattr(cls, "_problems"):
+        checked.__attrs_post_init__ = lambda self: raise_any(self._problems())
     return attrs.frozen(kw_only=True, field_transformer=_enforce)(cls)
 
 

@@ -3,10 +3,10 @@
 import enum
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.records._base import ByteCount, Count, Name, Pattern, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
@@ -31,10 +31,10 @@ class Device:
     memory: ByteCount = field("memory of one device, as in 80GiB")
     multiprocessors: Count | None = field("streaming multiprocessors", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        missing = [n for n in ("capability", "multiprocessors") if getattr(self, n) is None]
-        if self.kind is DeviceKind.CUDA and missing:
-            raise InvalidValue(Problem(path=(name,), message="required for a cuda device") for name in missing)
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("capability", "multiprocessors"):
+            if self.kind is DeviceKind.CUDA and getattr(self, name) is None:
+                yield Problem(path=(name,), message="required for a cuda device")
 
     @property
     def sm(self) -> tuple[int, int]:

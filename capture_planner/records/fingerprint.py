@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import NonNegative, Pattern, Tally, field, raise_any, record
+from capture_planner.records._base import NonNegative, Pattern, Tally, field, record
 
 LONGEST = 160
 """Characters of a kernel's name that are kept; a digest stands for the rest."""
@@ -79,17 +79,12 @@ class Fingerprints:
     kernels: tuple[str, ...] = field("names of kernels", default=())
     graphs: tuple[GraphFingerprint, ...] = field("a fingerprint of each graph that was captured")
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(
-                path=("graphs", index, "kernels"),
-                message=f"kernel {kernel}, and there are {len(self.kernels)} names",
-                remedy="names count from 0",
-            )
-            for index, graph in enumerate(self.graphs)
-            for kernel in graph.counts
-            if kernel >= len(self.kernels)
-        )
+    def _problems(self) -> Iterator[Problem]:
+        for index, graph in enumerate(self.graphs):
+            for kernel in graph.counts:
+                if kernel >= len(self.kernels):
+                    message = f"kernel {kernel}, and there are {len(self.kernels)} names"
+                    yield Problem(path=("graphs", index, "kernels"), message=message, remedy="names count from 0")
 
     @classmethod
     def of(cls, found: Mapping[tuple[Role, int], Fingerprint], *, torch: str, device: str) -> Fingerprints:

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.modes import Chain, Role
-from capture_planner.records._base import Count, Interval, Name, Path, Pattern, Share, field, raise_any, record
+from capture_planner.records._base import Count, Interval, Name, Path, Pattern, Share, field, record
 from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
@@ -47,11 +47,6 @@ class ScheduleSource(enum.Enum):
 
     MEASURED = "measured"
     """The planner chooses it, from traffic and a profile (``planning.measured``)."""
-
-
-def refuse(*path: str | int, message: str, remedy: str = "") -> InvalidValue:
-    """Return the error of one problem, for a record to raise about itself."""
-    return InvalidValue([Problem(path=path, message=message, remedy=remedy)])
 
 
 @record
@@ -105,12 +100,11 @@ class Model:
     embeddings: bool = field("graphs take embeddings in place of token ids", default=False)
     recurrent: Recurrent | None = field("layers with a state per request; None: all layers attend", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        problems = list(head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=()))
+    def _problems(self) -> Iterator[Problem]:
+        yield from head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=())
         if self.attention_layers < 1:
             message = f"{self.num_layers - self.attention_layers} of {self.num_layers} layers, and one at least attends"
-            problems.append(Problem(path=("recurrent", "layers"), message=message))
-        raise_any(problems)
+            yield Problem(path=("recurrent", "layers"), message=message)
 
     @property
     def attention_layers(self) -> int:
@@ -185,26 +179,27 @@ class Speculative:
         converter=_in_role_order,
     )
 
-    def __attrs_post_init__(self) -> None:
-        self._check_acceptance()
-        self._check_varying()
+    def _problems(self) -> Iterator[Problem]:
+        yield from self._acceptance_problems()
+        yield from self._varying_problems()
         if self.parallel_drafting and self.method is Method.MTP:
             message = "mtp modules draft one token each, after one another"
-            raise refuse("parallel_drafting", message=message, remedy="leave it out, or use eagle3 or draft_model")
+            remedy = "leave it out, or use eagle3 or draft_model"
+            yield Problem(path=("parallel_drafting",), message=message, remedy=remedy)
         if len(self.ranges) > MAX_TIERS:
-            raise refuse("schedule", message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
+            yield Problem(path=("schedule",), message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
         previous = 0
         for index, (first, last, _) in enumerate(self.ranges):
             if first > last:
-                raise refuse("schedule", index, message=f"the range {first} to {last} is empty")
-            if first <= previous:
+                yield Problem(path=("schedule", index), message=f"the range {first} to {last} is empty")
+            elif first <= previous:
                 message = f"starts at {first}, but the range before it ends at {previous}"
                 remedy = "list the ranges by batch size, without overlap"
-                raise refuse("schedule", index, message=message, remedy=remedy)
-            if index == 0 and first != 1:
+                yield Problem(path=("schedule", index), message=message, remedy=remedy)
+            elif index == 0 and first != 1:
                 message = f"the first range must start at 1, got {first}"
                 remedy = "every batch size needs a number of draft tokens"
-                raise refuse("schedule", index, message=message, remedy=remedy)
+                yield Problem(path=("schedule", index), message=message, remedy=remedy)
             previous = last
 
     def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
@@ -215,29 +210,30 @@ class Speculative:
             place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
             yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
 
-    def _check_acceptance(self) -> None:
+    def _acceptance_problems(self) -> Iterator[Problem]:
         for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
             if share > before:
                 message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
                 remedy = "give the share of steps in which this draft and all before it are accepted"
-                raise refuse("acceptance", index, message=message, remedy=remedy)
+                yield Problem(path=("acceptance", index), message=message, remedy=remedy)
         if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
             message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
-            raise refuse("acceptance", message=message, remedy="give a share for each position, or lower num_tokens")
+            remedy = "give a share for each position, or lower num_tokens"
+            yield Problem(path=("acceptance",), message=message, remedy=remedy)
 
-    def _check_varying(self) -> None:
-        roles = self.varying_decodes
+    def _varying_problems(self) -> Iterator[Problem]:
+        roles, path = self.varying_decodes, ("varying_decodes",)
         if len(set(roles)) < len(roles):
-            raise refuse("varying_decodes", message="a role is listed twice", remedy="list it once")
+            yield Problem(path=path, message="a role is listed twice", remedy="list it once")
         if Role.DRAFT_DECODE in roles:
             message = "draft decodes have one token of each request"
-            raise refuse("varying_decodes", message=message, remedy="leave draft_decode out")
+            yield Problem(path=path, message=message, remedy="leave draft_decode out")
         if roles and Role.TARGET not in roles:
             message = "the draft prefill follows the target's batch, whose decodes do not vary"
-            raise refuse("varying_decodes", message=message, remedy="add target")
+            yield Problem(path=path, message=message, remedy="add target")
         if roles and self.is_measured:
             message = "a profile has no times of varying decodes to choose a schedule by"
-            raise refuse("varying_decodes", message=message, remedy="leave it out, or list the ranges of the schedule")
+            yield Problem(path=path, message=message, remedy="leave it out, or list the ranges of the schedule")
 
     @property
     def is_modules(self) -> bool:

@@ -7,7 +7,7 @@ Nothing downstream decides again.
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.errors import DispatchError, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
     Amount,
@@ -17,10 +17,9 @@ from capture_planner.records._base import (
     NonNegative,
     Pattern,
     digest,
+    duplicates,
     field,
-    raise_any,
     record,
-    refuse_duplicates,
     replace,
 )
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
@@ -237,21 +236,19 @@ class Plan:
             spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, states=states, **stated
         )
 
-    def __attrs_post_init__(self) -> None:
-        refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
+    def _problems(self) -> Iterator[Problem]:
+        yield from duplicates(self.planned, "the role {} is planned twice", "roles", "role")
         if self.speculative is not None:
-            raise_any(self.speculative.head_problems(self.model, self.parallel.tensor))
+            yield from self.speculative.head_problems(self.model, self.parallel.tensor)
         if self.speculative is not None and self.speculative.is_measured:
-            problem = Problem(
-                path=("speculative", "schedule"),
-                message="a plan has the ranges of its schedule, got measured",
-                remedy="plan the spec again, with its traffic and profile",
-            )
-            raise InvalidValue([problem])
+            message = "a plan has the ranges of its schedule, got measured"
+            remedy = "plan the spec again, with its traffic and profile"
+            yield Problem(path=("speculative", "schedule"), message=message, remedy=remedy)
         if self.capture.policy is CapturePolicy.START:
             message, remedy = "graphs on first use, and capture.policy is start", "set capture to lazy, with its budget"
-            lazy = (index for index, role in enumerate(self.roles) if role.lazy)
-            raise_any(Problem(path=("roles", index, "lazy"), message=message, remedy=remedy) for index in lazy)
+            for index, role in enumerate(self.roles):
+                if role.lazy:
+                    yield Problem(path=("roles", index, "lazy"), message=message, remedy=remedy)
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""

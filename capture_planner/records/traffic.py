@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Amount, Interval, Tally, field, raise_any, record
+from capture_planner.records._base import Amount, Interval, Tally, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
 Steps = Annotated[int, Interval(1)]
@@ -68,10 +68,7 @@ class Traffic:
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
     notes: tuple[str, ...] = field("sentences about facts that the sources lack", default=())
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(self._impossible())
-
-    def _impossible(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         """Yield what no batch can be, and what could be said in two ways, one of which a file has."""
         for index, batch in enumerate(self.batches):
             path = ("batches", index)
