@@ -132,13 +132,15 @@ def _check(hint: Any) -> Check:
     """Return the check of a type. Plain numbers are not checked: a field that needs it has a constraint."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _check_of_constraints(constraints(hint))
+        return functools.partial(_check_constraints, constraints(hint))
     if origin in UNIONS:
-        return _check_of_union([_check(arg) for arg in args if arg is not type(None)], type(None) in args)
+        checks = [_check(arg) for arg in args if arg is not type(None)]
+        return functools.partial(_check_union, checks, type(None) in args)
     if origin is Mapping:
-        return _check_of_mapping(*map(_check, args))
+        return functools.partial(_check_mapping, *map(_check, args))
     if origin is tuple:
-        return _check_of_items(_check(args[0])) if args[1:] == (Ellipsis,) else _check_of_tuple([*map(_check, args)])
+        checks = [_check(arg) for arg in args if arg is not Ellipsis]
+        return functools.partial(_check_tuple, checks, Ellipsis in args)
     if isinstance(hint, type) and (issubclass(hint, enum.Enum | str) or attrs.has(hint)):
         return lambda value: () if isinstance(value, hint) else _wrong(f"expected {hint.__name__}, got {value!r}")
     return lambda value: ()
@@ -148,49 +150,28 @@ def _wrong(message: str) -> Sequence[Problem]:
     return [Problem(message=message)]
 
 
-def _check_of_constraints(rules: Sequence[Constraint]) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        return [Problem(message=message) for rule in rules if (message := rule.problem(value)) is not None]
-
-    return check
+def _check_constraints(rules: Sequence[Constraint], value: Any) -> Sequence[Problem]:
+    return [Problem(message=message) for rule in rules if (message := rule.problem(value)) is not None]
 
 
-def _check_of_union(checks: Sequence[Check], optional: bool) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if value is None and optional:
-            return ()
-        wrong_as = [each(value) for each in checks]
-        return wrong_as[0] if all(wrong_as) else ()
-
-    return check
+def _check_union(checks: Sequence[Check], optional: bool, value: Any) -> Sequence[Problem]:
+    if value is None and optional:
+        return ()
+    wrong_as = [check(value) for check in checks]
+    return wrong_as[0] if all(wrong_as) else ()
 
 
-def _check_of_mapping(key: Check, item: Check) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        return [problem for each, of in value.items() for problem in (*key(each), *item(of))]
-
-    return check
+def _check_mapping(key: Check, item: Check, value: Any) -> Sequence[Problem]:
+    return [problem for each, of in value.items() for problem in (*key(each), *item(of))]
 
 
-def _check_of_items(item: Check) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if not isinstance(value, tuple):
-            return _wrong(f"expected a tuple, got {value!r}")
-        return [problem.under((index,)) for index, each in enumerate(value) for problem in item(each)]
-
-    return check
-
-
-def _check_of_tuple(items: Sequence[Check]) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if not isinstance(value, tuple):
-            return _wrong(f"expected a tuple, got {value!r}")
-        if len(value) != len(items):
-            return _wrong(f"expected {len(items)} items, got {len(value)}")
-        typed = zip(items, value, strict=True)
-        return [problem.under((index,)) for index, (item, each) in enumerate(typed) for problem in item(each)]
-
-    return check
+def _check_tuple(items: list[Check], repeated: bool, value: Any) -> Sequence[Problem]:
+    if not isinstance(value, tuple):
+        return _wrong(f"expected a tuple, got {value!r}")
+    if not repeated and len(value) != len(items):
+        return _wrong(f"expected {len(items)} items, got {len(value)}")
+    typed = zip(items * len(value) if repeated else items, value, strict=True)
+    return [problem.under((index,)) for index, (item, each) in enumerate(typed) for problem in item(each)]
 
 
 @functools.cache
