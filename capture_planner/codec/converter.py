@@ -70,22 +70,6 @@ ELSEWHERE = {
 """Names of vLLM, SGLang and TensorRT-LLM, or of a field without its block or in another, each with that of a spec."""
 
 
-def _key_meant(key: str, known: Iterable[str], block: str, *, in_spec: bool) -> str | None:
-    """Return the field that an unknown key probably means: an engine's name for it, or one spelt nearly so."""
-    name = key[:100].replace("-", "_").lower()
-    meant = ELSEWHERE.get(f"{block}.{name}") or ELSEWHERE.get(name)
-    if in_spec and meant:
-        return meant
-    return next(iter(difflib.get_close_matches(key[:100], list(known), n=1)), None)
-
-
-def _word_meant(value: str, words: Iterable[str]) -> str | None:
-    """Return the word of a closed set that a text probably means: in another case, or spelt nearly so."""
-    folded = {word.casefold(): word for word in words}
-    near = difflib.get_close_matches(value.casefold().replace("-", "_"), folded, n=1, cutoff=0.5)
-    return folded[near[0]] if near else None
-
-
 def problems_of(error: Exception) -> list[Problem]:
     """Flatten what cattrs raises into problems with paths."""
     if isinstance(error, InvalidValue):
@@ -108,9 +92,13 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
     known = [key_of(f) for f in attrs.fields(kind) if f.init]
-    near = _key_meant(key, known, kind.__name__.lower(), in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
+    near = difflib.get_close_matches(key[:100], known, n=1)
+    if kind.__module__ in (Spec.__module__, Model.__module__):
+        name = key[:100].replace("-", "_").lower()
+        meant = ELSEWHERE.get(f"{kind.__name__.lower()}.{name}") or ELSEWHERE.get(name)
+        near = [meant] if meant else near
     remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
-    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near}?" if near else remedy)
+    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
 
 
 def _fail(message: str, remedy: str = "") -> InvalidValue:
@@ -209,12 +197,13 @@ def label(member: enum.Enum) -> str:
 
 def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     members = {label(member): member for member in kind}
+    folded = {word.casefold(): word for word in members}
 
     def structure(value: Any, _: Any) -> Any:
         if isinstance(value, str) and value in members:
             return members[value]
-        near = _word_meant(str(value)[:100], members)
-        hint = f"did you mean {near}?" if near else ""
+        near = difflib.get_close_matches(str(value)[:100].casefold().replace("-", "_"), folded, n=1, cutoff=0.5)
+        hint = f"did you mean {folded[near[0]]}?" if near else ""
         raise _fail(f"expected one of {', '.join(members)}, got {_got(value)}", hint)
 
     return structure
