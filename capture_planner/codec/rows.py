@@ -7,6 +7,7 @@ and ``RowTable`` says which lines share a row. Reading and writing follow from t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -71,8 +72,7 @@ def _product(line: Values) -> int | None:
     return None if each is None or line["num_reqs"] is None else line["num_reqs"] * each
 
 
-def _attributes(line: Any) -> Values:
-    return {each.name: getattr(line, each.name) for each in attrs.fields(type(line))}
+_attributes = functools.partial(attrs.asdict, recurse=False)
 
 
 @attrs.frozen

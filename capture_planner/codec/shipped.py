@@ -42,14 +42,8 @@ def shipped_profiles() -> dict[str, Path]:
     return _shipped("profiles")
 
 
-@functools.cache
-def _environment(path: Path) -> Environment:
-    return codec.load_environment(path)
-
-
-@functools.cache
-def _profile(path: Path) -> Profile:
-    return codec.load_profile(path)
+_environment = functools.cache(codec.load_environment)
+_profile = functools.cache(codec.load_profile)
 
 
 def environments() -> list[Environment]:

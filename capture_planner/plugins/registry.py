@@ -94,18 +94,16 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
     An installed plugin that cannot be imported or breaks the contract is left out with a ``PluginWarning``, and so are
     installed backends of a name that is taken. Raises ``BackendError`` where one of ``plugins`` does so.
     """
-    found: list[RegisteredBackend] = []
+    found: dict[str, RegisteredBackend] = {}
     taken: set[str] = set()
-    first: dict[str, RegisteredBackend] = {}
     for item in implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed):
         with left_out(BackendError, item.installed):
             backend = _registered(item.value, item.distribution, item.version)
-            other = first.setdefault(backend.name, backend)
-            found.append(backend)
+            other = found.setdefault(backend.name, backend)
             if other is not backend:
                 taken.add(backend.name)
                 raise BackendError(duplicate("backend", backend.name, other.distribution, backend.distribution))
-    return Registry(backend for backend in found if backend.name not in taken)
+    return Registry(backend for name, backend in found.items() if name not in taken)
 
 
 def _registered(backend: object, distribution: str, version: str) -> RegisteredBackend:

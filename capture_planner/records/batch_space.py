@@ -161,9 +161,7 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
 
 def max_query_len(role: Role, deployment: Deployment) -> int:
     """Return the longest uniform query of a role: 1 + the largest k that is scheduled, with its slots, or 1."""
-    if role is Role.DRAFT_DECODE:
-        return 1
-    return 1 + max(k for *_, k in decode_tiers(deployment)) + extra_slots(deployment) * role.is_drafter
+    return max(query_len_of(role, deployment, first) for first, *_ in decode_tiers(deployment))
 
 
 def query_len_of(role: Role, deployment: Deployment, num_reqs: int) -> int:
