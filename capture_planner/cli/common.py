@@ -90,10 +90,8 @@ def machine_named(
 ) -> ChosenMachine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
-    if name is not None and in_name not in (None, name):
-        notes: tuple[str, ...] = (f"{output} is named for {in_name}, but the plan is for {name}",)
-    else:
-        notes = ()
+    is_other = name is not None and in_name not in (None, name)
+    notes = (f"{output} is named for {in_name}, but the plan is for {name}",) if is_other else ()
     assumed = (f"no --environment given; using {default}",) if name is None and in_name is None else ()
     chosen = in_name or default if name is None else name
     return ChosenMachine(catalog.find_environment(chosen), notes, assumed)
@@ -288,8 +286,8 @@ def _file_names(value: Any) -> Iterator[str]:
         # An open file has its name; @FILE is how --case names one.
         word = str(getattr(each, "name", each)).removeprefix("@")
         try:
-            if isinstance(each, str | Path) or hasattr(each, "read"):
-                yield from [word] if Path(word).is_file() else []
+            if (isinstance(each, str | Path) or hasattr(each, "read")) and Path(word).is_file():
+                yield word
         except (OSError, ValueError):  # no name that a file can have
             continue
 

@@ -125,7 +125,10 @@ def traffic(
     """
     profile = None if profile_file is None else codec.load_profile(profile_file)
     deployment = _deployment(spec, max_num_reqs, max_num_tokens, profile)
-    pace = None if profile is None else _pace(profile, str(profile_file), deployment)
+    pace = None
+    if profile is not None:
+        step_time = every_size(Costs(profile), deployment or TraceLimits())
+        pace = Pace(step_time, f"each step takes what {profile_file} says of graphs of every size")
     chosen = source_options(values, part).completed(deployment, pace, profile)
     with reading_bar(sources, progress) as advance:
         counted, unreadable = read_traffic(sources, chosen, advance)
@@ -136,12 +139,6 @@ def traffic(
     to.show(lambda: traffic_json(counted, unreadable, notes), partial(traffic_report, written))
     if output is not None:
         to.write(output, lambda: record_text(output, written))
-
-
-def _pace(profile: Profile, name: str, deployment: Deployment | None) -> Pace:
-    """Return the time of steps by a profile."""
-    step_time = every_size(Costs(profile), deployment or TraceLimits())
-    return Pace(step_time, f"each step takes what {name} says of graphs of every size")
 
 
 def _deployment(

@@ -179,10 +179,8 @@ class _RoleTables:
         if not is_admissible(batch, self._plan, self._families):
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         kind = kind_of(batch, self._families)
-        for waiver in self._role.waivers:
-            if waiver.covers(batch, kind):
-                return Dispatch(None, reason=waiver.reason, waiver=waiver)
-        return Dispatch(None, reason=Reason.UNCOVERED)
+        waiver = next((each for each in self._role.waivers if each.covers(batch, kind)), None)
+        return Dispatch(None, reason=Reason.UNCOVERED if waiver is None else waiver.reason, waiver=waiver)
 
     def _find(self, batch: Batch) -> Entry | None:
         case = bisect_left(self._cases, batch.active_loras)

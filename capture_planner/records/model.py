@@ -131,10 +131,6 @@ class DraftModel:
 _NO_DRAFTS = "to draft nothing, leave speculative out, or give batch sizes 0 in its schedule"
 
 
-def _in_role_order(roles: tuple[Role, ...]) -> tuple[Role, ...]:
-    return tuple(sorted(roles, key=list(Role).index))
-
-
 @record
 class Speculative:
     """Speculative decoding by a drafter that the engine runs.
@@ -176,7 +172,7 @@ class Speculative:
         "target, or target and draft_prefill: roles whose decodes have 1 to 1 + k tokens of each request in one graph; "
         "empty: every request has 1 + k",
         default=(),
-        converter=_in_role_order,
+        converter=lambda roles: tuple(sorted(roles, key=list(Role).index)),
     )
 
     def _problems(self) -> Iterator[Problem]:

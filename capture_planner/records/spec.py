@@ -88,7 +88,6 @@ class Sizes:
         "or the worst regret; None: mean",
         default=None,
     )
-
     max_slowdown: Positive | None = field(
         "measured: by how much longer a step may take than on a graph of its own size, whatever the traffic, as a "
         "share; None: 0.15",
