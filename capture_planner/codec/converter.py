@@ -163,31 +163,23 @@ def _collect(read: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> li
     return values
 
 
-def _tuple_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_tuple(value: Any, annotation: Any) -> Any:
     args = typing.get_args(annotation)
     repeated = args[1:] == (Ellipsis,)
-
-    def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, list):
-            raise _fail(f"expected a list, got {_got(value)}")
-        if not repeated and len(value) != len(args):
-            raise _fail(f"expected a list of {len(args)}, got {len(value)} items")
-        typed = zip(value, args[:1] * len(value) if repeated else args, strict=True)
-        return tuple(_collect(lambda item: converter.structure(*item), enumerate(typed)))
-
-    return structure
+    if not isinstance(value, list):
+        raise _fail(f"expected a list, got {_got(value)}")
+    if not repeated and len(value) != len(args):
+        raise _fail(f"expected a list of {len(args)}, got {len(value)} items")
+    typed = zip(value, args[:1] * len(value) if repeated else args, strict=True)
+    return tuple(_collect(lambda item: CONVERTER.structure(*item), enumerate(typed)))
 
 
-def _mapping_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_mapping(value: Any, annotation: Any) -> Any:
     types = typing.get_args(annotation)
-
-    def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _fail(f"expected a mapping, got {_got(value)}")
-        pairs = ((key, (key, item)) for key, item in value.items())
-        return dict(_collect(lambda pair: tuple(map(converter.structure, pair, types)), pairs))
-
-    return structure
+    if not isinstance(value, dict):
+        raise _fail(f"expected a mapping, got {_got(value)}")
+    pairs = ((key, (key, item)) for key, item in value.items())
+    return dict(_collect(lambda pair: tuple(map(CONVERTER.structure, pair, types)), pairs))
 
 
 def label(member: enum.Enum) -> str:
@@ -209,18 +201,12 @@ def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     return structure
 
 
-def _tuple_or_word_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_tuple_or_word(value: Any, annotation: Any) -> Any:
     """Read a list, or one of an enum's words in its place."""
     listed, words = typing.get_args(annotation)
-
-    def structure(value: Any, _: Any) -> Any:
-        if isinstance(value, str):
-            return converter.structure(value, words)
-        if not isinstance(value, list):
-            raise _fail(f"expected a list, or {' or '.join(map(label, words))}, got {_got(value)}")
-        return converter.structure(value, listed)
-
-    return structure
+    if not isinstance(value, str | list):
+        raise _fail(f"expected a list, or {' or '.join(map(label, words))}, got {_got(value)}")
+    return CONVERTER.structure(value, words if isinstance(value, str) else listed)
 
 
 def _is_tuple_or_word(annotation: Any) -> bool:
@@ -292,9 +278,9 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
         converter.register_structure_hook(kind, _strict(kind, called))
-    converter.register_structure_hook_factory(_has_origin(tuple), _tuple_factory)
-    converter.register_structure_hook_factory(_has_origin(Mapping), _mapping_factory)
-    converter.register_structure_hook_factory(_is_tuple_or_word, _tuple_or_word_factory)
+    converter.register_structure_hook_func(_has_origin(tuple), _read_tuple)
+    converter.register_structure_hook_func(_has_origin(Mapping), _read_mapping)
+    converter.register_structure_hook_func(_is_tuple_or_word, _read_tuple_or_word)
     converter.register_structure_hook_factory(lambda t: isinstance(t, enum.EnumMeta), _enum_factory)
     for also_primitive in (GraphSupport, Reason, Role):  # found by their int or str side otherwise
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
