@@ -252,8 +252,7 @@ def recorded_vectors(file: str, dispatcher: Dispatcher, role: Role) -> list[tupl
         says = f"no vectors of {role.value}: a run of one replica, or an observation without data-parallel ranks"
         raise InvalidDocument([Problem(file=file, message=says)])
     # A stable sort: of vectors as frequent, the order of the file.
-    found.sort(key=lambda each: -each[0])
-    return [(title, vector) for _, title, vector in found]
+    return [(title, vector) for _, title, vector in sorted(found, key=lambda each: -each[0])]
 
 
 def _vectors(file: str, dispatcher: Dispatcher) -> Iterator[tuple[int, str, Vector]]:

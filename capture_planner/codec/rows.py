@@ -258,10 +258,7 @@ class GraphRow:
 
 
 def _observed_graph(**values: Any) -> ObservedGraph:
-    own = {
-        name: values.pop(name)
-        for name in ("max_query_len", "prompts_only", "seconds", "mib", "milliseconds", "replays")
-    }
+    own = {name: values.pop(name) for name in attrs.fields_dict(ObservedGraph) if name != "entry"}
     return ObservedGraph(entry=Entry(**values), **own)
 
 

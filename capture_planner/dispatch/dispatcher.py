@@ -199,33 +199,32 @@ class _RoleTables:
         fits.append(self._mixed_fits(bound, steps, loras).at(batch.num_tokens))
         return min((entry for entry in fits if entry), key=lambda entry: entry.cost, default=None)
 
+    def _usable(self, steps: int | None, loras: int) -> Iterable[Entry]:
+        """Return the entries for chains of ``steps`` and for ``loras`` adapters, the cheapest first."""
+        return (each for each in self._by_cost if each.active_loras >= loras and each.draft_steps in (None, steps))
+
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest uniform entries, by requests."""
         return _Fit.of(
             (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
-            for entry in self._by_cost
-            if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
+            for entry in self._usable(steps, loras)
+            if entry.query_len == query_len
         )
 
     def _varying_fit(self, longest: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for decodes of up to ``longest`` tokens each, by requests."""
         return _Fit.of(
             (entry.num_reqs or 0, entry)
-            for entry in self._by_cost
-            if entry.max_query_len is not None
-            and entry.max_query_len >= longest
-            and entry.active_loras >= loras
-            and entry.draft_steps in (None, steps)
+            for entry in self._usable(steps, loras)
+            if entry.max_query_len is not None and entry.max_query_len >= longest
         )
 
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
         return _Fit.of(
             (entry.num_tokens, entry)
-            for entry in self._by_cost
+            for entry in self._usable(steps, loras)
             if entry.tokens_each is None
-            and entry.active_loras >= loras
-            and entry.draft_steps in (None, steps)
             and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
         )
 
