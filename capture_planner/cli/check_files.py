@@ -60,9 +60,7 @@ def _spec_in(folder: Path, plan: str) -> str:
 
 
 def drift(document: Document, spec: Document, environment: str | None) -> Iterator[Drift]:
-    """Compare a plan with what its spec gives now, each difference where a person made it.
-
-    Raises ``InvalidDocument`` for a file that is no plan.
+    """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan.
 
     :param environment: another machine than the plan's own; None: its own.
     """

@@ -72,16 +72,13 @@ class ChosenMachine:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes on standard error: late, so that none stands above an error that it has nothing to do with.
-
-    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
-    """
+    """Print notes on standard error, by the first rank alone; late, so that none is above an error of another cause."""
     for note in notes if is_first_rank() else ():
         click.echo(f"note: {printable(note)}", err=True)
 
 
 def is_first_rank() -> bool:
-    """Say whether this is a process of its own, or the first of several ranks."""
+    """Say whether this is a process of its own, or the first of several ranks (``RANK`` as torchrun sets it)."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -360,10 +357,7 @@ def command_line() -> str:
 
 
 def progress_bars(visible: bool | None) -> Any:
-    """Return progress bars on standard error: shown on a terminal, unless ``visible`` decides.
-
-    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
-    """
+    """Return progress bars on standard error, of the first rank alone: on a terminal, unless ``visible`` decides."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -418,10 +412,7 @@ _TAKE_VARIABLES = ("docker", "podman", "nerdctl")
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split words into our options, with their values, and all others.
-
-    Raises ``click.UsageError`` for one of our options that lacks its value.
-    """
+    """Split words into our options, with values, and all others; raises ``click.UsageError`` where a value lacks."""
     own: list[str] = []
     rest: list[str] = []
     words = iter(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import re
 import types
 import typing
@@ -114,16 +115,12 @@ def _got(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _strict(kind: type, called: str) -> Callable[[Any, Any], Any]:
+def _read_exactly(called: str, value: Any, kind: type) -> Any:
     """Accept exactly this type: 8.7 is not 8, "8" is not 8, true is not 1."""
-
-    def structure(value: Any, _: Any) -> Any:
-        if type(value) is kind or (kind is float and type(value) is int):
-            return value
-        quotes = kind is str and type(value) in (int, float)
-        raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
-
-    return structure
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    quotes = kind is str and type(value) in (int, float)
+    raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
 
 
 _SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
@@ -277,7 +274,7 @@ _is_annotated = _has_origin(Annotated)
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
-        converter.register_structure_hook(kind, _strict(kind, called))
+        converter.register_structure_hook(kind, functools.partial(_read_exactly, called))
     converter.register_structure_hook_func(_has_origin(tuple), _read_tuple)
     converter.register_structure_hook_func(_has_origin(Mapping), _read_mapping)
     converter.register_structure_hook_func(_is_tuple_or_word, _read_tuple_or_word)

@@ -131,11 +131,6 @@ def _is_simple(value: Any) -> bool:
     return not (isinstance(value, dict) or _is_literal(value))
 
 
-@functools.lru_cache(1024)
-def _key(name: str) -> str:
-    return _flow(name)
-
-
 def _wrapped(line: str, items: list[str], pad: str) -> Iterator[str]:
     first, width = 0, len(line)
     for index, item in enumerate(items):
@@ -160,6 +155,9 @@ def _flow(data: Any) -> str:
     if isinstance(data, str) and _WORD.fullmatch(data) and data.lower() not in _CONSTANTS:
         return data
     return _numbered(json.dumps(data, ensure_ascii=False), "\\U%08x")
+
+
+_key = functools.lru_cache(1024)(_flow)
 
 
 def dumps_json(data: Any) -> str:

@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 @attrs.frozen(kw_only=True)
 class RegisteredBackend:
-    """A backend with the distribution that brought it, asked under guard.
+    """A backend with the distribution that brought it, asked under guard; the methods are those of ``Backend``.
 
     What a backend raises, or returns of a wrong type, becomes a ``BackendError`` that names it.
     """
@@ -39,21 +39,17 @@ class RegisteredBackend:
         return self.backend.name
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
-        """Ask ``Backend.support``."""
         return self._ask("support", Support, role, model, environment)
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """Ask ``Backend.padding``."""
         return self._ask("padding", PaddingContract, role, model, environment)
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """Ask ``Backend.refresh``."""
         return self._ask("refresh", Refresh, role, model, environment)
 
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """Ask ``Backend.workspace``."""
         return self._ask("workspace", Workspace, role, model, environment, entries, limits)
 
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
@@ -124,8 +120,7 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
 def find_profiler(*plugins: object, installed: bool = True) -> Profiler | None:
     """Return the first profiler of ``plugins`` and of the installed distributions; None: nothing here can measure.
 
-    A broken installed plugin is left out with a ``PluginWarning``. Raises ``RunError`` where one of ``plugins`` is
-    broken.
+    A broken plugin is left out with a ``PluginWarning`` if it is installed. One of ``plugins`` is a ``RunError``.
     """
     for item in implementations(hookspecs, "capture_planner_profilers", RunError, plugins, installed=installed):
         with left_out(RunError, item.installed):

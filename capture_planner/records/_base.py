@@ -90,14 +90,8 @@ Constraint = Interval | Number | Pattern
 """A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
 
 
-@attrs.frozen
-class Unit:
-    """How files write an integer: ``codec`` reads and writes one in bytes as ``2GiB``. Checks nothing."""
-
-    name: str
-
-
-BYTES = Unit("bytes")
+BYTES = "bytes"
+"""In the metadata of a type: ``codec`` reads and writes the number as ``2GiB``."""
 
 # Limits are far above any machine's. They turn a slip of the keyboard into a message, where it would
 # otherwise become a gigabyte of tables.
@@ -247,10 +241,7 @@ def replace(instance: T, **changes: Any) -> T:
 
 
 def canonical(value: Any) -> Any:
-    """Return plain data that is equal for equal values. Fields at their default are omitted.
-
-    So a field that a later version adds with a default changes no digest.
-    """
+    """Return plain data that is equal for equal values; without defaults, so that a new field changes no digest."""
     if isinstance(value, enum.Enum):
         return value.name
     if attrs.has(type(value)):

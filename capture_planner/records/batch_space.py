@@ -154,8 +154,7 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
         domain = domain.clipped(limits.max_num_tokens // (1 if is_decode else 1 + k + slots))
         if domain:
             varies = k > 0 and role in varying
-            family = DecodeFamily(query_len=query_len, varies=varies, draft_steps=draft_steps, requests=domain)
-            families.append(family)
+            families.append(DecodeFamily(query_len=query_len, varies=varies, draft_steps=draft_steps, requests=domain))
     return tuple(families)
 
 

@@ -176,7 +176,15 @@ class Speculative:
     )
 
     def _problems(self) -> Iterator[Problem]:
-        yield from self._acceptance_problems()
+        for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
+            if share > before:
+                message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
+                remedy = "give the share of steps in which this draft and all before it are accepted"
+                yield Problem(path=("acceptance", index), message=message, remedy=remedy)
+        if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
+            message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
+            remedy = "give a share for each position, or lower num_tokens"
+            yield Problem(path=("acceptance",), message=message, remedy=remedy)
         yield from self._varying_problems()
         if self.parallel_drafting and self.method is Method.MTP:
             message = "mtp modules draft one token each, after one another"
@@ -205,17 +213,6 @@ class Speculative:
             heads, kv_heads = own.num_heads or target.num_heads, own.num_kv_heads or target.num_kv_heads
             place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
             yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
-
-    def _acceptance_problems(self) -> Iterator[Problem]:
-        for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
-            if share > before:
-                message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
-                remedy = "give the share of steps in which this draft and all before it are accepted"
-                yield Problem(path=("acceptance", index), message=message, remedy=remedy)
-        if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
-            message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
-            remedy = "give a share for each position, or lower num_tokens"
-            yield Problem(path=("acceptance",), message=message, remedy=remedy)
 
     def _varying_problems(self) -> Iterator[Problem]:
         roles, path = self.varying_decodes, ("varying_decodes",)
