@@ -36,7 +36,8 @@ class Interval:
     """Remedy for a value below ``ge``."""
 
     def problem(self, value: Any) -> str | None:
-        if type(value) is not int:  # a bool is no integer here
+        # Not isinstance: a bool is an int too, and is no count.
+        if type(value) is not int:
             return f"expected an integer, got {value!r}"
         if value < self.ge:
             return f"must be at least {self.ge}, got {value}" + (f"; {self.instead}" if self.instead else "")
@@ -57,6 +58,7 @@ class Number:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
+        # NaN and infinity pass a lower bound, so they are refused first.
         if type(value) not in (int, float) or not math.isfinite(value):
             return f"expected a number, got {value!r}"
         if self.ge is not None and value < self.ge:
@@ -83,6 +85,7 @@ class Pattern:
         return None if re.fullmatch(self.regex, value) else f"must be {self.meaning}, got {value!r}"
 
     def schema(self) -> dict[str, Any]:
+        # JSON Schema searches in a text, so the pattern gets the anchors that fullmatch implies.
         return {"pattern": f"^(?:{self.regex})$"}
 
 
@@ -115,6 +118,7 @@ def constraints(annotation: Any) -> tuple[Constraint, ...]:
 
 
 Path = tuple[str | int, ...]
+# ``Optional[X]`` has the first as its origin, ``X | None`` the second.
 UNIONS = (typing.Union, types.UnionType)
 
 
@@ -128,6 +132,7 @@ def _check(hint: Any) -> Check:
     if origin is Annotated:
         return functools.partial(_check_constraints, constraints(hint))
     if origin in UNIONS:
+        # NoneType has no check of its own: it would accept every value.
         checks = [_check(arg) for arg in args if arg is not type(None)]
         return functools.partial(_check_union, checks, type(None) in args)
     if origin is Mapping:
@@ -152,6 +157,7 @@ def _check_union(checks: Sequence[Check], optional: bool, value: Any) -> Sequenc
     if value is None and optional:
         return ()
     wrong_as = [check(value) for check in checks]
+    # By the first alternative, the usual form: the problems of all of them would contradict each other.
     return wrong_as[0] if all(wrong_as) else ()
 
 
@@ -231,6 +237,7 @@ def record(cls: type[T]) -> type[T]:
     """
     checked: Any = cls
     if hasattr(cls, "_problems"):
+        # attrs calls it after the validators: each field is right by itself when fields are compared.
         checked.__attrs_post_init__ = lambda self: raise_any(self._problems())
     return attrs.frozen(kw_only=True, field_transformer=_enforce)(cls)
 
@@ -252,17 +259,20 @@ def canonical(value: Any) -> Any:
     if isinstance(value, tuple):
         return [canonical(item) for item in value]
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # 1.0 equals 1, and is written so by some
+        # 1.0 equals 1, and files have either: both give the same digest.
+        return int(value)
     return value
 
 
 def default_of(attribute: attrs.Attribute[Any]) -> Any:
     """Return the default value of a field, or ``attrs.NOTHING`` where it has none."""
     factory: Callable[[], Any] | None = getattr(attribute.default, "factory", None)
+    # A factory is called: defaults are compared with values, and published.
     return attribute.default if factory is None else factory()
 
 
 def digest(value: Any) -> str:
     """Return ``sha256:...`` of a record: equal records have equal digests, in every process."""
+    # Sorted keys and ASCII: the digest depends neither on the order of fields nor on an encoding.
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -104,9 +104,11 @@ class MetadataField:
     def _problems(self) -> Iterator[Problem]:
         if (self.fill is Fill.CONSTANT) != (self.value is not None):
             yield Problem(path=("value",), message="needed for the fill constant, and only for it")
+        # uint8 and bool alone have a smaller range than ``Constant``.
         most = {"uint8": 255, "bool": 1}.get(self.dtype)
         if most is not None and self.value is not None and not 0 <= self.value <= most:
             yield Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}")
+        # Their fill is a value of the step, and is written into a vector of integers.
         counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
         if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
             message = f"{self.fill.value} is for vectors of int32 or int64"
@@ -173,6 +175,7 @@ class Attention:
         return cls(
             num_layers=layers,
             num_heads=max(((draft and draft.num_heads) or model.num_heads) // tensor, 1),
+            # With more ranks than KV heads, each rank has a copy of one.
             num_kv_heads=max(((draft and draft.num_kv_heads) or model.num_kv_heads) // tensor, 1),
             head_dim=(draft and draft.head_dim) or model.head_dim,
             max_model_len=model.max_model_len,
@@ -181,6 +184,7 @@ class Attention:
             causal=model.causal,
             dtype=model.dtype,
             kv_dtype=model.kv_dtype or model.dtype,
+            # None means ordinary heads here, not the heads of the target as in the fields above.
             latent=draft.latent if draft else model.latent,
             sinks=draft.sinks if draft else model.sinks,
             decode_context=deployment.parallel.decode_context,

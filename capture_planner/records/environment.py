@@ -33,6 +33,7 @@ class Device:
 
     def _problems(self) -> Iterator[Problem]:
         for name in ("capability", "multiprocessors"):
+            # Backends answer by both: what a GPU supports, and how much workspace it needs.
             if self.kind is DeviceKind.CUDA and getattr(self, name) is None:
                 yield Problem(path=(name,), message="required for a cuda device")
 
@@ -66,5 +67,6 @@ class Environment:
         text = self.packages.get(name)
         if text is None:
             return None
+        # "2.13.0+cu130" and "2.13.0rc1" are (2, 13, 0); a part that begins with a letter ends the version.
         leading = (re.sub(r"[^0-9].*", "", part) for part in text.split("."))
         return tuple(map(int, itertools.takewhile(bool, leading)))

@@ -74,6 +74,7 @@ def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spre
         yield Problem(path=grouped, message=message, remedy="each KV head serves the same number of query heads")
     if heads % tensor:
         yield Problem(path=spread, message=f"{heads} query heads do not divide over {tensor} ranks")
+    # Fewer KV heads than ranks are repeated, each on the same number of ranks.
     if kv_heads % tensor and tensor % kv_heads:
         message = f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly"
         yield Problem(path=spread, message=message)
@@ -101,6 +102,7 @@ class Model:
     recurrent: Recurrent | None = field("layers with a state per request; None: all layers attend", default=None)
 
     def _problems(self) -> Iterator[Problem]:
+        # One rank: the spec has the number of ranks, and checks how heads divide over them.
         yield from head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=())
         if self.attention_layers < 1:
             message = f"{self.num_layers - self.attention_layers} of {self.num_layers} layers, and one at least attends"
@@ -181,11 +183,13 @@ class Speculative:
                 message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
                 remedy = "give the share of steps in which this draft and all before it are accepted"
                 yield Problem(path=("acceptance", index), message=message, remedy=remedy)
+        # A measured schedule weighs every k up to num_tokens.
         if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
             message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
             remedy = "give a share for each position, or lower num_tokens"
             yield Problem(path=("acceptance",), message=message, remedy=remedy)
         yield from self._varying_problems()
+        # An MTP module reads what the one before it drafted.
         if self.parallel_drafting and self.method is Method.MTP:
             message = "mtp modules draft one token each, after one another"
             remedy = "leave it out, or use eagle3 or draft_model"
@@ -200,6 +204,7 @@ class Speculative:
                 message = f"starts at {first}, but the range before it ends at {previous}"
                 remedy = "list the ranges by batch size, without overlap"
                 yield Problem(path=("schedule", index), message=message, remedy=remedy)
+            # Only the first range has to begin at once: later gaps carry the k before them forward.
             elif index == 0 and first != 1:
                 message = f"the first range must start at 1, got {first}"
                 remedy = "every batch size needs a number of draft tokens"
@@ -209,8 +214,10 @@ class Speculative:
     def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
         """Yield what is wrong with the drafter's heads, on as many tensor-parallel ranks as the target."""
         own, path = self.model, ("speculative", "model")
-        if own.num_heads is not None or own.num_kv_heads is not None:  # else the target's, with the target's problems
+        # A drafter without heads of its own has the target's, which are checked with the target.
+        if own.num_heads is not None or own.num_kv_heads is not None:
             heads, kv_heads = own.num_heads or target.num_heads, own.num_kv_heads or target.num_kv_heads
+            # The problem is at a number that the file states.
             place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
             yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
 
@@ -270,8 +277,10 @@ class Speculative:
 
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
+        # Ranges above max_num_reqs are of batches that never run.
         bounds = [tier for tier in self.ranges if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
         clamped = ((first, min(k, self.num_tokens)) for first, _, k in bounds)
+        # Ranges that the bound num_tokens makes equal are one.
         starts = [next(alike) for _, alike in itertools.groupby(clamped, key=lambda start: start[1])]
         ends = [first - 1 for first, _ in starts[1:]] + [max_num_reqs]
         return tuple((first, last, k) for (first, k), last in zip(starts, ends, strict=True))
@@ -281,4 +290,5 @@ class Speculative:
         if not self.ranges:
             return self.num_tokens
         index = bisect.bisect_right(self.ranges, num_reqs, key=lambda tier: tier[0]) - 1
+        # A schedule begins at 1, so the index is negative only for a batch without requests.
         return min(self.ranges[max(index, 0)][2], self.num_tokens)

@@ -128,6 +128,7 @@ def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ..
         return (
             *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
             count.intervals,
+            # None does not compare with numbers.
             *(-1 if number is None else number for number in numbers),
             count.reason or "",
         )
@@ -176,6 +177,7 @@ class ObservedVector:
 
 
 def _most_frequent_vectors(vectors: tuple[ObservedVector, ...]) -> tuple[ObservedVector, ...]:
+    # The text decides last: query lengths may be None, which does not compare with numbers.
     return tuple(sorted(vectors, key=lambda each: (-each.steps, each.num_reqs, each.num_tokens, str(each))))
 
 
@@ -235,6 +237,7 @@ class ObservedRole:
                 if item.graph is not None and not 0 <= item.graph < len(self.graphs):
                     message = f"graph {item.graph}, and the role has {len(self.graphs)}"
                     yield Problem(path=(key,), message=message, remedy="graphs count from 0, in capture order")
+                # A graph and a reason contradict each other; without both, nothing says why the batch ran eager.
                 elif (item.graph is None) is (item.reason is None):
                     yield Problem(path=(key,), message="needs either a graph or a reason for none")
 

@@ -33,6 +33,7 @@ class CostCurve:
     def _problems(self) -> Iterator[Problem]:
         if self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
             yield Problem(path=("mode",), message=f"a pass runs PIECEWISE, FULL or NONE, not {self.mode.value}")
+        # Costs are looked up by bisection.
         if not self.tokens or list(self.tokens) != sorted(set(self.tokens)):
             yield Problem(path=("tokens",), message="expected sizes in ascending order, each once")
         if len(self.tokens) != len(self.milliseconds):
@@ -157,6 +158,7 @@ class Profile:
         if (mode, query_len) in known:
             return known[mode, query_len]
         order = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+        # The host does more in a slower mode, so a faster one never claims too much.
         for slower in order[order.index(mode) :]:
             alike = [milliseconds for (other, _), milliseconds in known.items() if other is slower]
             if alike:
@@ -177,6 +179,7 @@ class Profile:
         :param target: milliseconds of the target's pass, with what its mode adds to the base overhead (``Costs``).
         :param drafting: the passes of each of the drafter's roles.
         """
+        # A graph runs without the host, an eager pass is its work.
         graphs = sum((each.milliseconds for each in drafting if not each.is_eager), 0.0)
         eager = sum((each.milliseconds for each in drafting if each.is_eager), 0.0)
         apart = self.base_overhead + self.step_milliseconds_per_request * num_reqs

@@ -65,4 +65,5 @@ class Promise:
     @property
     def gain(self) -> float:
         """The share of the mean step that the plan was expected to save."""
+        # Without steps the mean is 0.
         return 1 - self.after.mean_step_ms / self.before.mean_step_ms if self.before.mean_step_ms else 0.0

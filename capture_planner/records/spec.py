@@ -95,6 +95,7 @@ class Sizes:
     )
 
     def _problems(self) -> Iterator[Problem]:
+        # An option of another policy would have no effect.
         for option, policies in _OPTIONS.items():
             if getattr(self, option) is not None and self.policy not in policies:
                 message = f"the policy {self.policy.value} takes no {option}"
@@ -172,6 +173,7 @@ class Lora:
     def cases(self) -> tuple[int, ...]:
         """Return the adapter counts to plan for, ascending, 0 included."""
         top = self.max_active + 1
+        # Requests without an adapter count as one more (vLLM 0.33), hence one above max_active.
         if not self.specialize:
             return (0, top)
         return (0, *(1 << i for i in range(self.max_active.bit_length())), top)
@@ -222,6 +224,7 @@ class Budget:
         amount: float | None = getattr(self.graphs, kind.value)
         if amount is None or amount >= 1:
             return None if amount is None else int(amount)
+        # 0.29 of 100 is 28.999999999999996 as a float.
         return int((self.max_graphs or 0) * amount + 1e-9)
 
     def allowed_graphs(self) -> tuple[int, str] | None:
@@ -234,10 +237,12 @@ class Budget:
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
         if self.memory is not None:
+            # memory_per_graph may be 0: graphs that cost nothing.
             graphs = self.memory // max(self.memory_per_graph, 1)
             each = format_bytes(self.memory_per_graph)
             bounds.append((graphs, f"memory {format_bytes(self.memory)} at {each} a graph"))
         if self.seconds is not None:
+            # A tiny seconds_per_graph makes the quotient infinite, which int refuses.
             graphs = int(min(self.seconds / self.seconds_per_graph, 1e9) + 1e-9)
             bounds.append((graphs, f"seconds {self.seconds:g} at {self.seconds_per_graph:g} s a graph"))
         return tuple(bounds)
@@ -269,6 +274,7 @@ class CaptureTiming:
     def _problems(self) -> Iterator[Problem]:
         lazy = self.policy is CapturePolicy.LAZY
         for name, given in (("memory", self.memory), ("seconds_per_minute", self.seconds_per_minute)):
+            # Captures between steps delay requests, so lazy capture never goes without bounds.
             if given is None and lazy:
                 yield Problem(path=(name,), message="lazy capture needs a budget", remedy=LAZY_EXAMPLE)
             elif given is not None and not lazy:
@@ -297,6 +303,7 @@ class Spec:
 
     def _problems(self) -> Iterator[Problem]:
         tensor, heads, kv_heads = self.parallel.tensor, self.model.num_heads, self.model.num_kv_heads
+        # The model has checked its heads among themselves.
         yield from head_problems(heads, kv_heads, tensor, grouped=(), spread=("parallel", "tensor"))
         if self.speculative is not None:
             yield from self.speculative.head_problems(self.model, tensor)
@@ -306,6 +313,7 @@ class Spec:
                 remedy = "choose sizes by another policy, or leave it out"
                 yield Problem(path=("speculative", "varying_decodes"), message=message, remedy=remedy)
         for role in Role:
+            # What a spec says of a role that never runs would be ignored.
             if role not in self.active_roles and self.roles.of(role) != RoleSpec():
                 if self.speculative is None:
                     reason, remedy = "the spec has no speculative decoding", "add speculative or remove this"
@@ -316,6 +324,7 @@ class Spec:
         for role in Role:
             groups = self.roles.of(role).groups
             grouped, layers = sum(group.layers for group in groups), self.num_layers(role)
+            # A layer outside all groups would have no backend.
             if groups and grouped != layers:
                 of_model = f"{layers} that attend" if self.model.recurrent else str(layers)
                 message = f"the groups have {grouped} layers, the model {of_model}"
@@ -324,10 +333,12 @@ class Spec:
     def _draft_pass_problems(self, speculative: Speculative) -> Iterator[Problem]:
         """Yield what the first draft pass is in the way of: its room in a batch, and its vocabulary."""
         slots, most = speculative.extra_slots, self.limits.max_num_tokens
+        # One request has a token of the target and its slots.
         if most <= slots:
             message = f"{most} tokens hold no request: its first draft pass has {counted(slots, 'row')} more than it"
             yield Problem(path=("limits", "max_num_tokens"), message=message, remedy=f"give more than {slots}")
         own, theirs = speculative.model.vocab_size, self.model.vocab_size
+        # A draft model reads token ids of the target; an EAGLE head may have a reduced vocabulary.
         if speculative.method is Method.DRAFT_MODEL and None not in (own, theirs) and own != theirs:
             message = f"a draft model of {own} tokens for a target of {theirs}; they need the same vocabulary"
             yield Problem(path=("speculative", "model", "vocab_size"), message=message, remedy="leave it out")

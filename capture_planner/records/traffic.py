@@ -44,6 +44,7 @@ def _place(count: TrafficCount) -> tuple[int, ...]:
     """Return where a shape stands in the table: by role, decodes first, then by its numbers."""
     role, past_prompt, *numbers = count.shape
     kind = (True, False, None).index(past_prompt)
+    # None does not compare with numbers.
     return list(Role).index(role), kind, *(-1 if number is None else number for number in numbers), count.count
 
 
@@ -77,6 +78,7 @@ class Traffic:
                 yield Problem(path=path, message="numbers of a batch are at least 1")
             elif reqs is None and tokens is None:
                 yield Problem(path=path, message="a batch without requests and tokens", remedy="give one of them")
+            # Tokens are stated also where they follow, so that a shape has one form.
             elif reqs is not None and each is not None and reqs * each != tokens:
                 yield Problem(path=path, message=f"{reqs} requests of {each} tokens are not {tokens} tokens")
 
@@ -88,4 +90,5 @@ class Traffic:
     @property
     def has_prompts(self) -> bool:
         """Whether some batch of the target has prompts, or may have some; without, it says nothing of mixed batches."""
+        # None is not False: the source does not say, and there may be prompts.
         return any(batch.role is Role.TARGET and batch.past_prompt is not True for batch in self.batches)
