@@ -81,9 +81,11 @@ def problems_of(error: Exception) -> list[Problem]:
     assert isinstance(error, ClassValidationError), error
     found = []
     for inner in error.exceptions:
+        # cattrs notes the attribute at each error; a path has the key that files have for it.
         notes = getattr(inner, "__notes__", [])
         attribute = next((note.name for note in notes if hasattr(note, "name")), None)
         path = () if attribute is None else (key_of(getattr(attrs.fields(error.cl), attribute)),)
+        # How cattrs reports a required field that is absent.
         if isinstance(inner, KeyError):
             found.append(Problem(path=path, message="is missing", remedy="it has no default"))
         else:
@@ -93,12 +95,15 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
     known = [key_of(f) for f in attrs.fields(kind) if f.init]
+    # Cut, because a key may fill a line, and comparing takes more than linear time.
     near = difflib.get_close_matches(key[:100], known, n=1)
+    # These names stand for fields of a spec, and would mislead in another kind of file.
     if kind.__module__ in (Spec.__module__, Model.__module__):
         name = key[:100].replace("-", "_").lower()
         meant = ELSEWHERE.get(f"{kind.__name__.lower()}.{name}") or ELSEWHERE.get(name)
         near = [meant] if meant else near
-    remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
+    # Once, not with each of 500 keys.
+    remedy = f"known are {', '.join(known)}" if first else ""
     return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
 
 
@@ -107,6 +112,7 @@ def _fail(message: str, remedy: str = "") -> InvalidValue:
 
 
 def _got(value: Any) -> str:
+    # Named, not shown: the value may be the rest of the file.
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
@@ -119,6 +125,7 @@ def _read_exactly(called: str, value: Any, kind: type) -> Any:
     """Accept exactly this type: 8.7 is not 8, "8" is not 8, true is not 1."""
     if type(value) is kind or (kind is float and type(value) is int):
         return value
+    # An unquoted 2.13 is a number in YAML, where a version was meant.
     quotes = kind is str and type(value) in (int, float)
     raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
 
@@ -136,6 +143,7 @@ def parse_bytes(text: str) -> int:
 
 def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     base = typing.get_args(annotation)[0]
+    # Looked up once for each type: most values of a file are such numbers.
     rules, is_size = constraints(annotation), BYTES in _metadata(annotation)
 
     def structure(value: Any, _: Any) -> Any:
@@ -181,6 +189,7 @@ def _read_mapping(value: Any, annotation: Any) -> Any:
 
 def label(member: enum.Enum) -> str:
     """Return how files and pages write an enum member."""
+    # The number of an IntEnum only orders it.
     return member.value if isinstance(member.value, str) else member.name
 
 
@@ -240,6 +249,7 @@ def _to_dict(kind: type, converter: cattrs.Converter) -> Callable[[Any], dict[st
         f.name: override(
             rename=key_of(f),
             unstruct_hook=_size if BYTES in _metadata(hints[f.name]) else None,
+            # Written though it is the default: it says by which schema to read the file.
             omit_if_default=False if f.name == "version" else None,
         )
         for f in fields
@@ -247,6 +257,7 @@ def _to_dict(kind: type, converter: cattrs.Converter) -> Callable[[Any], dict[st
     unordered: Any = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True, **overrides)
 
     def unstructure(value: Any) -> dict[str, Any]:
+        # cattrs appends the fields that may be omitted; files have the order of declaration.
         found = unordered(value)
         return {key: found[key] for key in map(key_of, fields) if key in found}
 
@@ -275,17 +286,21 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
         converter.register_structure_hook(kind, functools.partial(_read_exactly, called))
+    # cattrs asks the hooks for types in reverse order, so that the rows below come before plain tuples.
     converter.register_structure_hook_func(_has_origin(tuple), _read_tuple)
     converter.register_structure_hook_func(_has_origin(Mapping), _read_mapping)
     converter.register_structure_hook_func(_is_tuple_or_word, _read_tuple_or_word)
     converter.register_structure_hook_factory(lambda t: isinstance(t, enum.EnumMeta), _enum_factory)
-    for also_primitive in (GraphSupport, Reason, Role):  # found by their int or str side otherwise
+    # cattrs would take these for the int or the str that they are too.
+    for also_primitive in (GraphSupport, Reason, Role):
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
     converter.register_structure_hook_factory(attrs.has, _record_factory)
     converter.register_structure_hook_factory(_is_annotated, _annotated_factory)
 
     converter.register_unstructure_hook_factory(attrs.has, lambda kind: _to_dict(kind, converter))
-    converter.register_unstructure_hook(enum.Enum, lambda member: member)  # for _listed to name
+    # Members stay as they are: ``to_data`` writes their labels.
+    converter.register_unstructure_hook(enum.Enum, lambda member: member)
+    # By a function, so that each hook keeps its own table.
     for table, rows in ROWS.items():
         _register_rows(converter, table, rows)
     return converter
@@ -294,6 +309,7 @@ def _converter() -> cattrs.Converter:
 def _register_rows(converter: cattrs.Converter, table: Any, rows: RowTable) -> None:
     """Have files write ``table``, a type such as ``tuple[BatchCount, ...]``, as rows."""
     listed: Any = types.GenericAlias(tuple, (rows.row, ...))
+    # Compared by ``==``: each use of ``tuple[Entry, ...]`` makes a type of its own.
     converter.register_structure_hook_func(
         lambda kind: kind == table, lambda value, _: rows.unpack(converter.structure(value, listed))
     )

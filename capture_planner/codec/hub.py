@@ -41,6 +41,7 @@ def find(name: str, file: str) -> Path | None:
     Raises ``CapturePlannerError`` inside ``fetching`` where the model cannot be reached; a model that lacks the
     file is no error.
     """
+    # The library raises for other forms.
     if not is_name(name):
         return None
     try:
@@ -58,11 +59,13 @@ def find(name: str, file: str) -> Path | None:
     cached = try_to_load_from_cache(name, file)
     if isinstance(cached, str):
         return Path(cached)
-    if cached is not None or not _FETCHES.get():  # Hugging Face remembers files that a model lacks.
+    # Not None: the cache remembers that the model lacks the file.
+    if cached is not None or not _FETCHES.get():
         return None
     try:
         return Path(hf_hub_download(name, file))
     except Exception as error:
+        # The model lacks the file; the second error is one of the first kind, and means that the network failed.
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -59,6 +59,7 @@ def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         default = default_of(attribute)
         if default is attrs.NOTHING:
             required.append(key_of(attribute))
+        # Scalars only: a record has the defaults of its fields in its own definition.
         elif default is None or isinstance(default, bool | int | float | str | enum.Enum):
             described["default"] = codec.label(default) if isinstance(default, enum.Enum) else default
         properties[key_of(attribute)] = described
@@ -96,6 +97,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"enum": [codec.label(member) for member in hint]}
     if attrs.has(hint):
         if hint.__name__ not in definitions:
+            # Taken first, so that a record that held itself would end here.
             definitions[hint.__name__] = {}
             definitions[hint.__name__] = _record_schema(hint, definitions)
         mapping = {"$ref": f"#/$defs/{hint.__name__}"}

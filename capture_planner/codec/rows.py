@@ -104,7 +104,8 @@ class RowTable:
             line = shared | {name: column[index] for name, column in cells.items()}
             line |= {name: _product(line) for name in computed}
             if "first" in shared:
-                shared["first"] = line["last"] + 1  # the next range begins behind this one
+                # The next range begins behind this one.
+                shared["first"] = line["last"] + 1
             yield self.line(**line)
 
     def unpack(self, rows: Iterable[Any]) -> tuple[Any, ...]:
@@ -132,6 +133,7 @@ class RowTable:
             cells: Any = tuple(line[each.of] for line in run)
             if each.once and len(set(cells)) == 1:
                 row[each.once], cells = cells[0], None
+            # A row has the column or the single value, never both.
             elif each.once:
                 row[each.once] = None
             elif (each.follows and cells == tuple(map(_product, run))) or all(cell == each.omitted for cell in cells):
@@ -169,6 +171,7 @@ class EntryRow:
         tokens, reqs, varies = self.num_tokens, self.num_reqs, self.max_query_len is not None
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
             yield Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+        # Tokens follow from requests here, so a slip of the keyboard could ask for a graph of any size.
         if max(reqs or (0,)) * (self.query_len or self.max_query_len or 0) > MAX_TOKENS:
             message = f"a graph of more than {MAX_TOKENS} tokens"
             yield Problem(path=("num_reqs",), message=message, remedy="check num_reqs")
@@ -211,6 +214,7 @@ class _EntryRows(RowTable):
     def unpack(self, rows: Iterable[EntryRow]) -> tuple[Entry, ...]:
         """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
         rows = tuple(rows)
+        # Before any entry is made: a short row of sizes and adapters may stand for millions.
         total = sum(row.num_graphs for row in rows)
         if total > MAX_GRAPHS:
             raise InvalidValue([Problem(message=f"{total} graphs, and a plan has at most {MAX_GRAPHS}")])
@@ -218,6 +222,7 @@ class _EntryRows(RowTable):
 
     def pack(self, entries: Iterable[Entry]) -> tuple[EntryRow, ...]:
         """Return the rows of a plan's entries."""
+        # A plan has its entries in one order, so rows need not keep it.
         sizes = grouped(entries, lambda entry: attrs.evolve(entry, active_loras=0))
         cases = {
             size: tuple(sorted((entry.active_loras for entry in alike), reverse=True)) for size, alike in sizes.items()
@@ -348,6 +353,7 @@ class TrafficRow:
     counts: tuple[Steps, ...] = column("number of steps of each", "count")
 
     def _problems(self) -> Iterator[Problem]:
+        # Products are compared only where columns have the same length.
         if uneven := list(uneven_columns(self)):
             yield from uneven
             return
@@ -376,12 +382,14 @@ ROWS: Mapping[Any, RowTable] = {
         _observed_graph,
         values=lambda graph: _attributes(graph.entry) | _attributes(graph),
         kind=lambda line: (line["query_len"] is None, line["num_reqs"] is None),
+        # Graphs share a row with neighbours only, because a table is in the order of capture.
         apart=lambda one, other: False,
     ),
     tuple[DispatchRun, ...]: RowTable(
         AnswerRow,
         DispatchRun,
         kind=lambda line: line["graph"] is None,
+        # A row states where its first range begins, and each other one follows the range before it.
         apart=lambda one, other: one["last"] + 1 != other["first"],
     ),
     tuple[BatchCount, ...]: RowTable(BatchRow, BatchCount, kind=_kind_of_batch),
