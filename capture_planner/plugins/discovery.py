@@ -69,6 +69,7 @@ def implementations(
         installed: whether to load the entry points.
         named: load only the entry points of this name; if there are none, load all.
     """
+    # A new manager for each call, so that the plugins of one caller are not those of the next.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
     origins: dict[int, _Origin] = {}
@@ -77,20 +78,25 @@ def implementations(
             manager.register(plugin)
     group = HOOKS[hook]
     found = list(metadata.entry_points(group=group)) if installed else []
+    # What it brings is not known before it is loaded, so another name rules nothing out.
     for entry_point in [each for each in found if named is not None and each.name == named] or found:
         dist = entry_point.dist
+        # An entry point that was made by hand has no distribution.
         origin = _Origin(dist.name, dist.version, True) if dist else _Origin(entry_point.value, installed=True)
         with left_out(error), guarded(f"the plugin {origin.distribution} ({entry_point.value})", error):
             plugin = entry_point.load()
+            # Two entry points may name one object, which pluggy registers once.
             if not manager.is_registered(plugin):
                 manager.register(plugin)
                 origins[id(plugin)] = origin
                 _name_other_hooks(manager, plugin, origin.distribution, group)
     results: list[Implementation] = []
+    # One by one: a call of the hook would end at the first error, and not tell whose value is whose.
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         plugin = implementation.plugin
         origin = origins.get(id(plugin)) or _Origin(_unpackaged(plugin))
         with left_out(error, origin.installed), guarded(f"the plugin {origin.distribution}", error):
+            # As a list here, because a hook may be a generator, which fails when it is iterated.
             results += [
                 Implementation(value=value, **attrs.asdict(origin)) for value in list(implementation.function())
             ]
@@ -110,11 +116,13 @@ def left_out(error: type[CapturePlannerError], installed: bool = True) -> Iterat
 
 def warn(message: str) -> None:
     """Warn of a broken plugin; the same sentence is shown once, however many hooks find it."""
+    # By one line of code, because Python shows a warning once for each message and line.
     warnings.warn(message, PluginWarning, stacklevel=1)
 
 
 def _name_other_hooks(manager: pluggy.PluginManager, plugin: object, distribution: str, group: str) -> None:
     """Warn where an installed plugin implements no hook of its entry-point group, or one that does not exist."""
+    # pluggy says nothing of an implementation without a specification.
     marked = [name for name in dir(plugin) if manager.parse_hookimpl_opts(plugin, name) is not None]
     hooks = [name for name, of in HOOKS.items() if of == group]
     misspelled = [name for name in marked if name not in HOOKS]
@@ -152,9 +160,11 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
     """Turn any exception of a plugin's code into an ``error`` of one line that names ``subject``."""
     try:
         yield
+    # An ``error`` has its message already, and Ctrl-C is no failure of the plugin.
     except (error, KeyboardInterrupt):
         raise
-    except BaseException as cause:  # a plugin may raise what is no Exception, to leave the program
+    # A plugin may raise what is no Exception, as sys.exit does.
+    except BaseException as cause:
         message = " ".join(f"{type(cause).__name__}: {_text(cause)}".split())
         raise error(f"{subject} failed: {message}; report it to its authors, or uninstall it") from cause
 
@@ -162,5 +172,6 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
 def _text(cause: BaseException) -> str:
     try:
         return str(cause)
-    except Exception:  # an exception's own code may fail too
+    # The code of an exception may fail too.
+    except Exception:
         return "(its message cannot be shown)"

@@ -36,6 +36,7 @@ class RegisteredBackend:
 
     @name.default
     def _read_once(self) -> str:
+        # It may be a property, and a plan needs the same name each time.
         return self.backend.name
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
@@ -55,6 +56,7 @@ class RegisteredBackend:
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
         subject = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
         with guarded(subject, BackendError):
+            # A wrong type would otherwise fail far from the backend that returned it.
             answer = getattr(self.backend, call)(role, *args)
             if not isinstance(answer, kind):
                 raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
@@ -70,6 +72,7 @@ class Registry(Mapping[str, RegisteredBackend]):
             if item.name in by_name:
                 raise BackendError(duplicate("backend", item.name, by_name[item.name].distribution, item.distribution))
             by_name[item.name] = item
+        # Plugins are found in the order of installation, which must not show.
         self._by_name = dict(sorted(by_name.items()))
 
     def __getitem__(self, name: str) -> RegisteredBackend:
@@ -97,6 +100,7 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
             backend = _registered(item.value, item.distribution, item.version)
             other = found.setdefault(backend.name, backend)
             if other is not backend:
+                # Neither is taken: which one a spec means would depend on the order of installation.
                 taken.add(backend.name)
                 raise BackendError(duplicate("backend", backend.name, other.distribution, backend.distribution))
     return Registry(backend for name, backend in found.items() if name not in taken)
@@ -111,6 +115,7 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
                 "workspace (see capture_planner.plugins.backend.Backend)"
             )
         registered = RegisteredBackend(backend=backend, distribution=distribution, version=version)
+    # A spec could not name it otherwise.
     for rule in constraints(Name):
         if (wrong := rule.problem(registered.name)) is not None:
             raise BackendError(f"{distribution}: the name of a backend {wrong}")
