@@ -96,11 +96,13 @@ class Dispatcher:
                 answer = None if row is None else row.get(num_reqs)
             else:
                 row = self._mixed.get((batch.role, batch.active_loras))
+                # Cached for any number of requests that the tokens can have, and for no other.
                 answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
                 if answer is None:
                     longest = batch.max_query_len if query_len is None and batch.past_prompt else None
                     answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras, longest))
             return self._miss(batch) if answer is None else answer
+        # A count that is no number fails where it is compared or hashed.
         except TypeError:
             _refuse_counts(batch)
             raise
@@ -141,7 +143,8 @@ class Dispatcher:
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
         longest = batch.max_query_len if batch.query_len is None and batch.past_prompt else None
         self._cached += 1
-        if self._cached > _CACHE_SIZE:  # no serving loop has that many; a fuzzer has
+        # No serving loop has that many; a fuzzer has.
+        if self._cached > _CACHE_SIZE:
             self._cached = 1
             for cache in (self._decodes, self._mixed, self._others):
                 cache.clear()
@@ -161,10 +164,12 @@ class _RoleTables:
         self._role, self._plan = role, plan
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
+        # Caches of the instance: on the class, they would keep every plan alive.
         self._decode_fits, self._mixed_fits = cache(self._decode_fit), cache(self._mixed_fit)
         self._varying_fits = cache(self._varying_fit)
         self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
         mixed = [entry for entry in role.entries if entry.tokens_each is None]
+        # A mixed graph may have room for fewer requests than tokens: one table for each such bound.
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
         varying = any(entry.max_query_len for entry in role.entries)
         self.requests_matter = bool(self._levels) or varying or any(entry.draft_steps for entry in mixed)
@@ -172,7 +177,9 @@ class _RoleTables:
     def answer(self, batch: Batch) -> Dispatch:
         """Return the cheapest compatible entry with its padding, or the reason for none."""
         if self._role.role.is_drafter:
+            # Drafters take no adapters (vLLM 0.33); a negative count stays wrong.
             batch = attrs.evolve(batch, active_loras=min(batch.active_loras, 0))
+        # An entry serves what fits, also a batch that the limits do not admit.
         entry = self._find(batch) if 0 < batch.num_reqs <= batch.num_tokens else None
         if entry is not None:
             return served(entry, batch)
@@ -258,6 +265,7 @@ class _Fit:
         """Keep the ``(size, entry)`` pairs, cheapest first, that are larger than all before them."""
         sizes, entries = [0], []
         for size, entry in sized:
+            # A graph that is no larger than a cheaper one is never the answer.
             if size > sizes[-1]:
                 sizes.append(size)
                 entries.append(entry)
