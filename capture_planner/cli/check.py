@@ -113,12 +113,11 @@ def check(
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 
-    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings.
-    With --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with
-    --environment, for that of a new environment. With --observation, each is compared with what an
-    engine captured and dispatched. Observations are checked as engines are, with how often each finding
-    mattered. With --engine, all other words are flags of that engine, as its server takes them:
-    check --engine vllm --max-num-seqs 256.
+    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings. With
+    --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with --environment,
+    for that of a new environment. With --observation, each is compared with what an engine captured and dispatched.
+    Observations are checked as engines are, with how often each finding mattered. With --engine, all other words are
+    flags of that engine, as its server takes them: check --engine vllm --max-num-seqs 256.
     """
     ignored = {code for codes in ignore for code in codes}
     if engine is not None:

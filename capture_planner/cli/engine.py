@@ -95,10 +95,9 @@ _NAMED = f"{__name__}.named"
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, to: Output) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
-    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in
-    front, in quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine
-    nor a GPU is needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would
-    answer.
+    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in front, in
+    quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine nor a GPU is
+    needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
     machine = machine_named(environment)
     several = components(name, flags)
@@ -237,8 +236,7 @@ def spec(name: str, flags: tuple[str, ...], output: Path | None, environment: st
     """Write the spec of an engine's command line: spec vllm FLAGS -o spec.yaml.
 
     FLAGS are taken as engine takes them. The spec has the engine's limits, modes, drafts and adapters, and the sizes
-    with which its plan captures the engine's graphs; differences are reported. plan, export and tune
-    go on from there.
+    with which its plan captures the engine's graphs; differences are reported. plan, export and tune go on from there.
     """
     # ``check`` and ``engine`` need no planner, which takes a tenth of their time to import.
     from capture_planner.planning.planner import plan

@@ -231,6 +231,4 @@ def load_measurements(source: Document | str | Path) -> Measurements | None:
             files[name] = folder / value
     if problems:
         raise InvalidDocument(document.place(problems))
-    return Measurements(
-        traffic=Document.read(files["traffic"]).load(Traffic), profile=Document.read(files["profile"]).load(Profile)
-    )
+    return Measurements(traffic=load_traffic(files["traffic"]), profile=load_profile(files["profile"]))

@@ -224,7 +224,5 @@ def _is_slip(typed: str, name: str) -> bool:
 
 def environment_of_output(output: str | None) -> str | None:
     """Return the environment that a file name states: ``qwen3-8b.h100.yaml`` is for h100."""
-    if output is None:
-        return None
-    stated = Path(Path(output).stem).suffix.removeprefix(".")
+    stated = Path(Path(output or "").stem).suffix.removeprefix(".")
     return stated if stated in shipped_environments() else None

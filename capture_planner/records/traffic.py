@@ -48,10 +48,6 @@ def _place(count: TrafficCount) -> tuple[int, ...]:
     return list(Role).index(role), kind, *(-1 if number is None else number for number in numbers), count.count
 
 
-def _ordered(counts: tuple[TrafficCount, ...]) -> tuple[TrafficCount, ...]:
-    return tuple(sorted(counts, key=_place))
-
-
 @record
 class Traffic:
     """The batches that an engine ran, or would have run, over a time."""
@@ -59,7 +55,9 @@ class Traffic:
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
     sources: tuple[str, ...] = field("names of the files that it was read from, each with its format")
     seconds: Amount | None = field("time that the counts cover; None: the source does not say", default=None)
-    batches: tuple[TrafficCount, ...] = field("batch shapes with their counts, by role", converter=_ordered)
+    batches: tuple[TrafficCount, ...] = field(
+        "batch shapes with their counts, by role", converter=lambda counts: tuple(sorted(counts, key=_place))
+    )
     lines: Tally | None = field(
         "observations that the target's steps rest on, where a log shows one of several; None: each step is one",
         default=None,
