@@ -36,6 +36,7 @@ class FileOrEngineCommand(OwnOptions):
     """A command about files, or with ``--engine`` about the flags of an engine."""
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
+        # Without an engine no word is foreign, and click reports those that it does not know.
         return any(word.partition("=")[0] == "--engine" for word in args)
 
 
@@ -190,8 +191,10 @@ def _check_one(
     load: EngineLoad | None,
 ) -> Sequence[FileFinding]:
     """Show the findings about one server, and return them with their place."""
+    # A word may be a file, or FILE#COMPONENT.
     names = (word if Path(word).is_file() else word.rpartition("#")[0] for word in component.words)
     file = next((each for each in names if each and Path(each).is_file()), "")
+    # Annotations are shown at a line of a file.
     if to.form not in ("text", "json") and not file:
         raise click.UsageError(f"--format {to.form} is for files; name one with the line, or use text or json.")
     machine = machine_named(environment)

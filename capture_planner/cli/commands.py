@@ -80,6 +80,7 @@ def installed_commands() -> Mapping[str, Command]:
 
     What is broken is left out with a ``PluginWarning``, and so is a command of a name that is taken.
     """
+    # No plugin replaces a command of the core.
     first = dict.fromkeys(CORE, "capture-planner")
     found: dict[str, Command] = {}
     error = CapturePlannerError
@@ -117,6 +118,7 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; raises ``CapturePlannerError`` for one of a distribution that is not installed."""
         for distribution, names in OF_DISTRIBUTIONS.items():
+            # Other names that are unknown are left to click.
             if cmd_name in names and cmd_name not in self.commands:
                 raise needs(cmd_name, distribution)
         return super().get_command(ctx, cmd_name)

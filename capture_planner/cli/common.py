@@ -51,8 +51,10 @@ def show_text(report: Report) -> None:
     plain_text = Console(width=120, color_system=None, markup=False)
     console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
+        # Not cropped: a path that is too long for the terminal is printed whole.
         console.print(tables(report), crop=False)
     lines = capture.get().splitlines()
+    # rich fills lines with spaces.
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
 
@@ -87,6 +89,7 @@ def machine_named(
 ) -> ChosenMachine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
+    # A note, because the option says what is wanted, and the name may be an old one.
     is_other = name is not None and in_name not in (None, name)
     notes = (f"{output} is named for {in_name}, but the plan is for {name}",) if is_other else ()
     assumed = (f"no --environment given; using {default}",) if name is None and in_name is None else ()
@@ -99,6 +102,7 @@ def read_document(path: str) -> Document:
 
     A folder stands for the newest observations of an engine's workers in it, as one.
     """
+    # ``Path("")`` is a folder, the working directory.
     if path.strip() and Path(path).is_dir():
         from capture_planner.measuring.workers import read_workers
 
@@ -198,7 +202,7 @@ class Output:
             click.echo(to_json(first | plain(data()) if first else data()))
         elif text is not None:
             text()
-        # A report may walk all admissible batches: it is made only where somebody sees it.
+        # A report may walk all admissible batches: it is made only where it is shown.
         if self.html is None and (self.is_json or text is not None):
             return
         shown = attrs.evolve(report(), assumptions=tuple(assumptions or ()))
@@ -285,7 +289,8 @@ def _file_names(value: Any) -> Iterator[str]:
         try:
             if (isinstance(each, str | Path) or hasattr(each, "read")) and Path(word).is_file():
                 yield word
-        except (OSError, ValueError):  # no name that a file can have
+        # No name that a file can have.
+        except (OSError, ValueError):
             continue
 
 
@@ -303,6 +308,7 @@ def make_folder(name: str, folder: Path | None) -> None:
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            # A folder that exists may refuse files.
             _try_to_write(folder / "file")
     except FileExistsError:
         raise click.UsageError(f"{name} {folder} is a file; name a folder.") from None
@@ -335,6 +341,7 @@ def _try_to_write(target: Path) -> None:
         file = codec.replaceable(target)
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".capture-planner."):
             return
+    # It is not opened: that would wait for the reader of a pipe.
     if not os.access(target, os.W_OK):
         raise PermissionError(None, "Permission denied")
 
@@ -393,15 +400,18 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name != "-e"  # that of a container sets a variable
+            # That of a container sets a variable.
+            if name != "-e"
         }
         own, rest = split_words(list(_environment_named(args)), takes_value)
+        # Behind ``--`` click takes every word as an argument.
         return super().parse_args(ctx, [*own, "--", *rest])
 
 
 def _environment_named(args: Sequence[str]) -> Iterator[str]:
     """Yield the words with our ``-e`` written out: one that sets no variable, and is not a container's."""
     contained = False
+    # The = leaves an ``-e`` that is the last word as it is.
     for word, value in zip(args, (*args[1:], "="), strict=True):
         contained = contained or word in _TAKE_VARIABLES
         yield "--environment" if word == "-e" and "=" not in value and not contained else word

@@ -74,7 +74,8 @@ def run_graphs(path: str) -> Graphs | None:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # the reader of plans says what is wrong with it
+        # The reader of plans says what is wrong with it.
+        return None
     if not (isinstance(data, dict) and {"captured", "served_from", "forwards"} <= data.keys()):
         return None
     try:
@@ -104,6 +105,7 @@ def diff_runs(old: str, new: str) -> tuple[Change, ...] | None:
         other = old if before is None else new
         raise click.UsageError(f"{other} is no JSON report of run, and the other file is; give two reports.")
     for path, graphs in ((old, before), (new, after)):
+        # A run without graphs has nothing to compare, and lacks nothing.
         if graphs and not any(graphs.values()):
             raise click.UsageError(
                 f"{path} has no fingerprints of its graphs; install cuda-bindings, and run it again."

@@ -84,6 +84,7 @@ model = click.option(
 
 def _fetch(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
+        # Ends with the command.
         context.with_resource(hub.fetching())
 
 
@@ -160,6 +161,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(map(float, text.split(",")))
     except ValueError:
+        # No number, which the check below refuses with the same message.
         shares = (math.nan,)
     if not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"{text!r} is not a comma-separated list of numbers from 0 to 1.")

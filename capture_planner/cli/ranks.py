@@ -112,6 +112,7 @@ def vector_of(data: Any, dispatcher: Dispatcher) -> Vector:
             ranks.append(submitted)
             missing |= {rank} if is_missing else set()
         except InvalidValue as error:
+            # A submission has its batch in a field, where a line has the fields themselves.
             problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
     raise_any(problems)
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
@@ -130,6 +131,7 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
     """Return what a rank submits, and whether it lost the graph of all."""
     if data is None:
         return Submission(), False
+    # An idle rank has no batch, and may still say something of its graphs.
     idle = isinstance(data, dict) and bool(data) and set(data) <= _STATES
     line = _line(data | {"role": roles[0], "num_reqs": 0, "num_tokens": 0} if idle else data, RankLine, roles)
     if line.missing and not line.captured:
@@ -286,6 +288,7 @@ def _report(file: str) -> list[dict[str, Any]] | None:
     """Return the vectors of a run's report; None for a file that is no such report."""
     try:
         record = json.loads(Path(file).read_bytes())["ranks"]
+    # The reader of observations says what is wrong with it.
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     vectors = record["vectors"] if isinstance(record, dict) else []

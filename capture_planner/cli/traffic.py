@@ -69,6 +69,7 @@ def load_options(command: F) -> F:
             "Default: the spec's or the profile's, or none.",
         ),
     )
+    # The decorator that is applied last is listed first.
     for declare in reversed(options):
         command = declare(command)
     return command
@@ -135,6 +136,7 @@ def traffic(
     for line in unreadable:
         click.echo(f"skipped: {line}", err=True)
     written = counted if output is None else fitting(counted)
+    # What the file leaves out is noted; the report has all of it.
     notes = written.notes[len(counted.notes) :]
     to.show(lambda: traffic_json(counted, unreadable, notes), partial(traffic_report, written))
     if output is not None:
