@@ -328,11 +328,9 @@ def _refuse_to_replace(file: Path, kind: type[Plan] | type[Environment], sources
         replaceable = False
     if not replaceable:
         is_source = any(file.samefile(source) for source in sources)
-        subject = "the spec itself" if is_source else f"a file that is not {_KINDS[kind]}"
+        called = "a plan" if kind is Plan else "an environment"
+        subject = "the spec itself" if is_source else f"a file that is not {called}"
         raise CapturePlannerError(f"--output {file} is {subject}; name another file, or remove it first")
-
-
-_KINDS = {Plan: "a plan", Environment: "an environment"}
 
 
 def _try_to_write(target: Path) -> None:
@@ -413,12 +411,9 @@ def _environment_named(args: Sequence[str]) -> Iterator[str]:
     contained = False
     # The = leaves an ``-e`` that is the last word as it is.
     for word, value in zip(args, (*args[1:], "="), strict=True):
-        contained = contained or word in _TAKE_VARIABLES
+        # The ``-e`` of these programs sets a variable, also without a value.
+        contained = contained or word in ("docker", "podman", "nerdctl")
         yield "--environment" if word == "-e" and "=" not in value and not contained else word
-
-
-_TAKE_VARIABLES = ("docker", "podman", "nerdctl")
-"""Programs whose ``-e`` sets a variable, also without a value."""
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:

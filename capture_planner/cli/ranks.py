@@ -56,9 +56,6 @@ class RankLine(BatchLine):
     missing: bool = field("true where it lost the graph that all would replay", default=False)
 
 
-_STATES = {"captured", "missing"}
-
-
 def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
     """Return the batches of a file, in order; empty lines are left out.
 
@@ -132,7 +129,7 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
     if data is None:
         return Submission(), False
     # An idle rank has no batch, and may still say something of its graphs.
-    idle = isinstance(data, dict) and bool(data) and set(data) <= _STATES
+    idle = isinstance(data, dict) and bool(data) and set(data) <= {"captured", "missing"}
     line = _line(data | {"role": roles[0], "num_reqs": 0, "num_tokens": 0} if idle else data, RankLine, roles)
     if line.missing and not line.captured:
         raise _wrong('a rank with "captured": false has no graph to miss; give one of the two', "missing")

@@ -130,12 +130,9 @@ def _read_exactly(called: str, value: Any, kind: type) -> Any:
     raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
 
 
-_SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
-
-
 def parse_bytes(text: str) -> int:
     """Read a number of bytes, such as ``2GiB``. Raises ``InvalidValue``."""
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)", text)
     if match is None:
         raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
     return int(match[1]) << UNITS[match[2]]

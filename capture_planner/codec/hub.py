@@ -14,7 +14,6 @@ from pathlib import Path
 from capture_planner.errors import CapturePlannerError
 
 _FETCHES: ContextVar[bool] = ContextVar("fetches", default=False)
-_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def fetching() -> Iterator[None]:
 
 def is_name(text: str) -> bool:
     """Whether a text has the form of a model's name, ``owner/model``."""
-    return _NAME.fullmatch(text) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", text, re.ASCII) is not None
 
 
 def find(name: str, file: str) -> Path | None:

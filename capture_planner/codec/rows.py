@@ -187,11 +187,6 @@ class EntryRow:
             yield Problem(path=("num_reqs",), message=message, remedy="list one of each for every graph")
 
     @property
-    def num_graphs(self) -> int:
-        """How many graphs the row stands for."""
-        return len(self.num_tokens or self.num_reqs or ()) * len(self.active_loras)
-
-    @property
     def decodes(self) -> str:
         """The tokens of each request in words, ``4`` or ``up to 4``; empty where they are for any batch."""
         return f"up to {self.max_query_len}" if self.max_query_len else str(self.query_len or "")
@@ -215,7 +210,7 @@ class _EntryRows(RowTable):
         """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
         rows = tuple(rows)
         # Before any entry is made: a short row of sizes and adapters may stand for millions.
-        total = sum(row.num_graphs for row in rows)
+        total = sum(len(row.num_tokens or row.num_reqs or ()) * len(row.active_loras) for row in rows)
         if total > MAX_GRAPHS:
             raise InvalidValue([Problem(message=f"{total} graphs, and a plan has at most {MAX_GRAPHS}")])
         return tuple(entry for row in rows for entry in row.entries())

@@ -189,7 +189,8 @@ def _styled(data: Any, *, top: bool = False) -> Any:
     """Put what is short on one line: lists of numbers, and mappings that fit."""
     if isinstance(data, dict):
         styled = CommentedMap((key, _styled(item)) for key, item in data.items())
-        if not top and _is_flat(data) and len(str(data)) <= WIDTH:
+        nested = any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
+        if not top and not nested and len(str(data)) <= WIDTH:
             styled.fa.set_flow_style()
         return styled
     if isinstance(data, list):
@@ -200,10 +201,6 @@ def _styled(data: Any, *, top: bool = False) -> Any:
     if isinstance(data, str) and ("  " in data or not _PLAIN.fullmatch(data) or not data.isprintable()):
         return DoubleQuotedScalarString(data)
     return data
-
-
-def _is_flat(data: dict[str, Any]) -> bool:
-    return not any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
 
 
 def write(path: str | Path, text: str) -> None:
