@@ -85,7 +85,6 @@ def problems_of(error: Exception) -> list[Problem]:
         notes = getattr(inner, "__notes__", [])
         attribute = next((note.name for note in notes if hasattr(note, "name")), None)
         path = () if attribute is None else (key_of(getattr(attrs.fields(error.cl), attribute)),)
-        # How cattrs reports a required field that is absent.
         if isinstance(inner, KeyError):
             found.append(Problem(path=path, message="is missing", remedy="it has no default"))
         else:
@@ -140,7 +139,6 @@ def parse_bytes(text: str) -> int:
 
 def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     base = typing.get_args(annotation)[0]
-    # Looked up once for each type: most values of a file are such numbers.
     rules, is_size = constraints(annotation), BYTES in _metadata(annotation)
 
     def structure(value: Any, _: Any) -> Any:

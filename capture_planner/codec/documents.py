@@ -250,7 +250,6 @@ class _Builder:
     def _scalar(self, event: events.ScalarEvent, mark: Any) -> Any:
         """Resolve a plain scalar by YAML 1.2's core schema: ``no`` is text, and so is anything quoted."""
         text: str = event.value
-        # Quoted text stays text.
         if not event.implicit[0]:
             return text
         if text in _CONSTANTS:

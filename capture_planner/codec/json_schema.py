@@ -59,7 +59,6 @@ def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
         default = default_of(attribute)
         if default is attrs.NOTHING:
             required.append(key_of(attribute))
-        # Scalars only: a record has the defaults of its fields in its own definition.
         elif default is None or isinstance(default, bool | int | float | str | enum.Enum):
             described["default"] = codec.label(default) if isinstance(default, enum.Enum) else default
         properties[key_of(attribute)] = described
