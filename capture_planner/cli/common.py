@@ -89,7 +89,7 @@ def machine_named(
 ) -> ChosenMachine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
-    # A note, because the option says what is wanted, and the name may be an old one.
+    # A note, not an error: the option is explicit, and a file may have any name.
     is_other = name is not None and in_name not in (None, name)
     notes = (f"{output} is named for {in_name}, but the plan is for {name}",) if is_other else ()
     assumed = (f"no --environment given; using {default}",) if name is None and in_name is None else ()
@@ -398,7 +398,7 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            # That of a container sets a variable.
+            # The ``-e`` of a container sets a variable: ``_environment_named`` tells the two apart.
             if name != "-e"
         }
         own, rest = split_words(list(_environment_named(args)), takes_value)

@@ -84,7 +84,7 @@ model = click.option(
 
 def _fetch(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        # Ends with the command.
+        # Fetching ends with the command.
         context.with_resource(hub.fetching())
 
 

@@ -128,7 +128,7 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
     """Return what a rank submits, and whether it lost the graph of all."""
     if data is None:
         return Submission(), False
-    # An idle rank has no batch, and may still say something of its graphs.
+    # An idle rank has no batch, and may still state its graphs.
     idle = isinstance(data, dict) and bool(data) and set(data) <= {"captured", "missing"}
     line = _line(data | {"role": roles[0], "num_reqs": 0, "num_tokens": 0} if idle else data, RankLine, roles)
     if line.missing and not line.captured:

@@ -70,7 +70,7 @@ def implementations(
             manager.register(plugin)
     group = HOOKS[hook]
     found = list(metadata.entry_points(group=group)) if installed else []
-    # What it brings is not known before it is loaded, so another name rules nothing out.
+    # An entry point of another name may bring it too, which only loading tells.
     for entry_point in [each for each in found if named is not None and each.name == named] or found:
         dist = entry_point.dist
         # An entry point that was made by hand has no distribution.
@@ -89,7 +89,7 @@ def implementations(
         brought = id(plugin) in origins
         distribution, version = origins[id(plugin)] if brought else (_unpackaged(plugin), "0")
         with left_out(error, brought), guarded(f"the plugin {distribution}", error):
-            # As a list here, because a hook may be a generator, which fails when it is iterated.
+            # Listed under guard, because a hook may be a generator, which fails only when it is iterated.
             results += [
                 Implementation(value=value, distribution=distribution, version=version, installed=brought)
                 for value in list(implementation.function())

@@ -157,7 +157,7 @@ class Entry:
         size = self.num_tokens, self.num_reqs or 0, self.active_loras
         # 0 for uniform, 1 for varying, 2 for any batch.
         generality = (self.query_len is None) + (self.tokens_each is None)
-        # False sorts before True.
+        # False sorts before True, so FULL comes first.
         return self.mode is not GraphMode.FULL, *size, generality, self.draft_steps is None
 
     @property

@@ -158,7 +158,7 @@ class Profile:
         if (mode, query_len) in known:
             return known[mode, query_len]
         order = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
-        # The host does more in a slower mode, so a faster one never claims too much.
+        # The host does at least as much in a slower mode: the next faster one is a lower bound.
         for slower in order[order.index(mode) :]:
             alike = [milliseconds for (other, _), milliseconds in known.items() if other is slower]
             if alike:

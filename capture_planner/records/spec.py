@@ -172,8 +172,8 @@ class Lora:
 
     def cases(self) -> tuple[int, ...]:
         """Return the adapter counts to plan for, ascending, 0 included."""
+        # Requests without an adapter count as one more (vLLM 0.33).
         top = self.max_active + 1
-        # Requests without an adapter count as one more (vLLM 0.33), hence one above max_active.
         if not self.specialize:
             return (0, top)
         return (0, *(1 << i for i in range(self.max_active.bit_length())), top)
