@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from capture_planner.lazy import lazy_names
 
+# For type checkers; at run time a name is imported by ``_HOMES`` when it is first used.
 if TYPE_CHECKING:
     from capture_planner.analysis.diff import diff
     from capture_planner.analysis.explain import explain

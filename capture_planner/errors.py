@@ -64,6 +64,7 @@ def format_path(path: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
+            # A key of a file may be anything, and is shown on a terminal.
             name = part if part.isprintable() else ascii(part)[1:-1]
             name = name if len(name) <= 80 else f"{name[:77]}..."
             text += f".{name}" if text else name
@@ -86,6 +87,7 @@ class InvalidValue(CapturePlannerError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
+        # A traceback, and a log, show the text too.
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

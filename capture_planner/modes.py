@@ -69,6 +69,7 @@ class GraphMode(enum.Enum):
     @property
     def allowed(self) -> frozenset[GraphMode]:
         """The kinds of captured graph (PIECEWISE, FULL) that this mode has."""
+        # NONE is the absence of a graph.
         return frozenset({self.decode_mode, self.mixed_mode}) - {GraphMode.NONE}
 
     def __lt__(self, other: object) -> bool:

@@ -21,11 +21,14 @@ def main() -> NoReturn:
     _show_plugin_warnings()
 
     def work() -> object:
+        # None where the parent process closed the descriptor.
         if sys.stdout is None:
             raise CapturePlannerError("standard output is closed; redirect it to /dev/null to discard it")
+        # Not standalone: click would end the process by itself, with codes of its own.
         return cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False, obj=interruption)
 
     with terminable() as interruption:
+        # From the words themselves, because an error in them comes before any option is parsed.
         code = exit_code_of(
             work, as_json=any(word in ("--format=json", "json") for word in arguments), interruption=interruption
         )

@@ -36,6 +36,7 @@ class FileOrEngineCommand(OwnOptions):
     """A command about files, or with ``--engine`` about the flags of an engine."""
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
+        # Without an engine no word is foreign, and click reports those that it does not know.
         return any(word.partition("=")[0] == "--engine" for word in args)
 
 
@@ -113,12 +114,11 @@ def check(
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 
-    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings.
-    With --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with
-    --environment, for that of a new environment. With --observation, each is compared with what an
-    engine captured and dispatched. Observations are checked as engines are, with how often each finding
-    mattered. With --engine, all other words are flags of that engine, as its server takes them:
-    check --engine vllm --max-num-seqs 256.
+    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings. With
+    --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with --environment,
+    for that of a new environment. With --observation, each is compared with what an engine captured and dispatched.
+    Observations are checked as engines are, with how often each finding mattered. With --engine, all other words are
+    flags of that engine, as its server takes them: check --engine vllm --max-num-seqs 256.
     """
     ignored = {code for codes in ignore for code in codes}
     if engine is not None:
@@ -191,8 +191,10 @@ def _check_one(
     load: EngineLoad | None,
 ) -> Sequence[FileFinding]:
     """Show the findings about one server, and return them with their place."""
+    # A word may be a file, or FILE#COMPONENT.
     names = (word if Path(word).is_file() else word.rpartition("#")[0] for word in component.words)
     file = next((each for each in names if each and Path(each).is_file()), "")
+    # Annotations are shown at a line of a file.
     if to.form not in ("text", "json") and not file:
         raise click.UsageError(f"--format {to.form} is for files; name one with the line, or use text or json.")
     machine = machine_named(environment)

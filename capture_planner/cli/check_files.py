@@ -51,18 +51,18 @@ def specs_of(plans: Sequence[str], specs: Sequence[str]) -> list[Document | None
 
 def _spec_in(folder: Path, plan: str) -> str:
     stem = Path(plan).stem
+    # NAME.MACHINE.yaml first, as plans are usually called.
     names = [name for name in (stem.rpartition(".")[0], stem) if name]
     for name in names:
         file = folder / f"{name}.yaml"
+        # In one folder with its spec, a plan NAME.yaml would be its own spec.
         if file.exists() and not (Path(plan).exists() and file.samefile(plan)):
             return str(file)
     raise CapturePlannerError(f"{plan}: no spec for it in {folder}; it would be called {names[0]}.yaml")
 
 
 def drift(document: Document, spec: Document, environment: str | None) -> Iterator[Drift]:
-    """Compare a plan with what its spec gives now, each difference where a person made it.
-
-    Raises ``InvalidDocument`` for a file that is no plan.
+    """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan.
 
     :param environment: another machine than the plan's own; None: its own.
     """
@@ -91,6 +91,7 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
             found = at(source, path[1:] if of_machine and not ships else path, says)
             first = first or found
             yield found
+    # These follow from a field that was changed, where there is one: they are at its place.
     for change in (change for change in changes if not change.fields):
         if first is None and change.role in edited and change.subject in ("added", "gone", "batches"):
             says = f"{change.message}; the spec decides as it did: the plan was edited, or another release made it"

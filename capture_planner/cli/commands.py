@@ -17,26 +17,26 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.plugins import Command, hookspecs
 from capture_planner.plugins.discovery import duplicate, guarded, implementations, left_out
 
-_CORE = (
-    ("plan", "files:plan", "Make the plan of a spec."),
-    ("show", "files:show", "Show a plan, an observation, traffic or a profile as tables."),
-    ("explain", "files:explain", "Explain which graph serves a batch, and why."),
-    ("check", "check:check", "Check plans, specs, observations or an engine's flags."),
-    ("diff", "files:diff", "Show what changes from one plan, observation or run to another."),
-    ("backends", "files:backends", "List the installed attention backends and what they support."),
-    ("schema", "files:schema", "Print the JSON Schema of a kind of file."),
-    ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
-    ("init", "engine:init", "Write a commented spec from a model's configuration."),
-    ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
-    ("engine", "engine:engine", "Show what an engine captures with its own flags."),
-    ("spec", "engine:spec", "Write the spec of an engine's command line."),
-    ("export", "engine:export", "Export a plan as the flags of an engine."),
-    ("new-backend", "new_backend:new_backend", "Start a new attention backend from a template."),
-)
-"""Name, module and function, and the sentence of the help."""
-
-CORE = {name: Command(name=name, help=text, target=f"capture_planner.cli.{place}") for name, place, text in _CORE}
-"""The commands of the core, by name."""
+CORE = {
+    name: Command(name=name, help=text, target=f"capture_planner.cli.{place}")
+    for name, place, text in (
+        ("plan", "files:plan", "Make the plan of a spec."),
+        ("show", "files:show", "Show a plan, an observation, traffic or a profile as tables."),
+        ("explain", "files:explain", "Explain which graph serves a batch, and why."),
+        ("check", "check:check", "Check plans, specs, observations or an engine's flags."),
+        ("diff", "files:diff", "Show what changes from one plan, observation or run to another."),
+        ("backends", "files:backends", "List the installed attention backends and what they support."),
+        ("schema", "files:schema", "Print the JSON Schema of a kind of file."),
+        ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
+        ("init", "engine:init", "Write a commented spec from a model's configuration."),
+        ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
+        ("engine", "engine:engine", "Show what an engine captures with its own flags."),
+        ("spec", "engine:spec", "Write the spec of an engine's command line."),
+        ("export", "engine:export", "Export a plan as the flags of an engine."),
+        ("new-backend", "new_backend:new_backend", "Start a new attention backend from a template."),
+    )
+}
+"""The commands of the core by name, with module and function of each, and its sentence in the help."""
 
 RUNNER = "capture-planner-runner"
 """The distribution that executes plans."""
@@ -80,6 +80,7 @@ def installed_commands() -> Mapping[str, Command]:
 
     What is broken is left out with a ``PluginWarning``, and so is a command of a name that is taken.
     """
+    # No plugin replaces a command of the core.
     first = dict.fromkeys(CORE, "capture-planner")
     found: dict[str, Command] = {}
     error = CapturePlannerError
@@ -117,6 +118,7 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; raises ``CapturePlannerError`` for one of a distribution that is not installed."""
         for distribution, names in OF_DISTRIBUTIONS.items():
+            # Other names that are unknown are left to click.
             if cmd_name in names and cmd_name not in self.commands:
                 raise needs(cmd_name, distribution)
         return super().get_command(ctx, cmd_name)

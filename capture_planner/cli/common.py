@@ -51,8 +51,10 @@ def show_text(report: Report) -> None:
     plain_text = Console(width=120, color_system=None, markup=False)
     console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
+        # Not cropped: a path that is too long for the terminal is printed whole.
         console.print(tables(report), crop=False)
     lines = capture.get().splitlines()
+    # rich fills lines with spaces.
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
 
@@ -72,16 +74,13 @@ class ChosenMachine:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes on standard error: late, so that none stands above an error that it has nothing to do with.
-
-    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
-    """
+    """Print notes on standard error, by the first rank alone; late, so that none is above an error of another cause."""
     for note in notes if is_first_rank() else ():
         click.echo(f"note: {printable(note)}", err=True)
 
 
 def is_first_rank() -> bool:
-    """Say whether this is a process of its own, or the first of several ranks."""
+    """Say whether this is a process of its own, or the first of several ranks (``RANK`` as torchrun sets it)."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -90,10 +89,9 @@ def machine_named(
 ) -> ChosenMachine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
-    if name is not None and in_name not in (None, name):
-        notes: tuple[str, ...] = (f"{output} is named for {in_name}, but the plan is for {name}",)
-    else:
-        notes = ()
+    # A note, not an error: the option is explicit, and a file may have any name.
+    is_other = name is not None and in_name not in (None, name)
+    notes = (f"{output} is named for {in_name}, but the plan is for {name}",) if is_other else ()
     assumed = (f"no --environment given; using {default}",) if name is None and in_name is None else ()
     chosen = in_name or default if name is None else name
     return ChosenMachine(catalog.find_environment(chosen), notes, assumed)
@@ -104,6 +102,7 @@ def read_document(path: str) -> Document:
 
     A folder stands for the newest observations of an engine's workers in it, as one.
     """
+    # ``Path("")`` is a folder, the working directory.
     if path.strip() and Path(path).is_dir():
         from capture_planner.measuring.workers import read_workers
 
@@ -203,7 +202,7 @@ class Output:
             click.echo(to_json(first | plain(data()) if first else data()))
         elif text is not None:
             text()
-        # A report may walk all admissible batches: it is made only where somebody sees it.
+        # A report may walk all admissible batches: it is made only where it is shown.
         if self.html is None and (self.is_json or text is not None):
             return
         shown = attrs.evolve(report(), assumptions=tuple(assumptions or ()))
@@ -288,9 +287,10 @@ def _file_names(value: Any) -> Iterator[str]:
         # An open file has its name; @FILE is how --case names one.
         word = str(getattr(each, "name", each)).removeprefix("@")
         try:
-            if isinstance(each, str | Path) or hasattr(each, "read"):
-                yield from [word] if Path(word).is_file() else []
-        except (OSError, ValueError):  # no name that a file can have
+            if (isinstance(each, str | Path) or hasattr(each, "read")) and Path(word).is_file():
+                yield word
+        # No name that a file can have.
+        except (OSError, ValueError):
             continue
 
 
@@ -308,6 +308,7 @@ def make_folder(name: str, folder: Path | None) -> None:
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            # A folder that exists may refuse files.
             _try_to_write(folder / "file")
     except FileExistsError:
         raise click.UsageError(f"{name} {folder} is a file; name a folder.") from None
@@ -327,11 +328,9 @@ def _refuse_to_replace(file: Path, kind: type[Plan] | type[Environment], sources
         replaceable = False
     if not replaceable:
         is_source = any(file.samefile(source) for source in sources)
-        subject = "the spec itself" if is_source else f"a file that is not {_KINDS[kind]}"
+        called = "a plan" if kind is Plan else "an environment"
+        subject = "the spec itself" if is_source else f"a file that is not {called}"
         raise CapturePlannerError(f"--output {file} is {subject}; name another file, or remove it first")
-
-
-_KINDS = {Plan: "a plan", Environment: "an environment"}
 
 
 def _try_to_write(target: Path) -> None:
@@ -340,6 +339,7 @@ def _try_to_write(target: Path) -> None:
         file = codec.replaceable(target)
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".capture-planner."):
             return
+    # It is not opened: that would wait for the reader of a pipe.
     if not os.access(target, os.W_OK):
         raise PermissionError(None, "Permission denied")
 
@@ -362,10 +362,7 @@ def command_line() -> str:
 
 
 def progress_bars(visible: bool | None) -> Any:
-    """Return progress bars on standard error: shown on a terminal, unless ``visible`` decides.
-
-    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
-    """
+    """Return progress bars on standard error, of the first rank alone: on a terminal, unless ``visible`` decides."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -401,29 +398,26 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name != "-e"  # that of a container sets a variable
+            # The ``-e`` of a container sets a variable: ``_environment_named`` tells the two apart.
+            if name != "-e"
         }
         own, rest = split_words(list(_environment_named(args)), takes_value)
+        # Behind ``--`` click takes every word as an argument.
         return super().parse_args(ctx, [*own, "--", *rest])
 
 
 def _environment_named(args: Sequence[str]) -> Iterator[str]:
     """Yield the words with our ``-e`` written out: one that sets no variable, and is not a container's."""
     contained = False
+    # The = leaves an ``-e`` that is the last word as it is.
     for word, value in zip(args, (*args[1:], "="), strict=True):
-        contained = contained or word in _TAKE_VARIABLES
+        # The ``-e`` of these programs sets a variable, also without a value.
+        contained = contained or word in ("docker", "podman", "nerdctl")
         yield "--environment" if word == "-e" and "=" not in value and not contained else word
 
 
-_TAKE_VARIABLES = ("docker", "podman", "nerdctl")
-"""Programs whose ``-e`` sets a variable, also without a value."""
-
-
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split words into our options, with their values, and all others.
-
-    Raises ``click.UsageError`` for one of our options that lacks its value.
-    """
+    """Split words into our options, with values, and all others; raises ``click.UsageError`` where a value lacks."""
     own: list[str] = []
     rest: list[str] = []
     words = iter(args)

@@ -17,6 +17,7 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "engine"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        # The help is shown also where no engine is installed.
         return "|".join(engines()) or "ENGINE"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:

@@ -38,9 +38,11 @@ class Interruption:
     def terminate(self, number: int, frame: FrameType | None) -> None:
         """Raise ``KeyboardInterrupt``; a second signal ends the process at once, with a line."""
         self.code = TERMINATED
+        # The thread below acts on the next one; without a handler it would not reach the pipe.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         # Handlers run in the main thread, which may hang in a library; the pipe gets a signal's number in any case.
         reads, writes = os.pipe()
+        # set_wakeup_fd takes no descriptor that blocks.
         os.set_blocking(writes, False)
         signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         threading.Thread(target=_end_at_once, args=(reads,), daemon=True).start()
@@ -52,6 +54,7 @@ def _end_at_once(signals: int) -> None:
     while number := os.read(signals, 1):
         if number[0] == signal.SIGTERM:
             os.write(2, b"terminated\n")
+            # Nothing is cleaned up: the main thread may hang.
             os._exit(TERMINATED)
 
 
@@ -114,15 +117,18 @@ def exit_code_of(
         click.echo("interrupted", err=True)
         code = interruption.code
     except click.ClickException as error:
+        # click repeats arguments as they are, control characters included.
         error.show(file=(text := io.StringIO()))
         click.echo(printable_lines(text.getvalue()), nl=False, err=True)
     except CapturePlannerError as error:
         _show(error, as_json=as_json, say=say)
         code = error.exit_code
     except BrokenPipeError:
+        # The reader has gone, as ``head`` does; Python would complain again when it flushes at exit.
         sys.stderr.close()
     except OSError as error:
         say(f"{printable(str(error.filename or 'standard output'))}: {error.strerror or error}")
+    # click returns what a command returned, or the code of ``ctx.exit``.
     return code if isinstance(code, int) else 0
 
 

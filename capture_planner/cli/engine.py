@@ -58,6 +58,7 @@ class EngineCommand(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # --help is answered while words are parsed, before the argument has its value.
         ctx.meta[_NAMED] = next((word for word in args if is_engine(word)), None)
         return super().parse_args(ctx, args)
 
@@ -95,10 +96,9 @@ _NAMED = f"{__name__}.named"
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, to: Output) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
-    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in
-    front, in quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine
-    nor a GPU is needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would
-    answer.
+    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in front, in
+    quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine nor a GPU is
+    needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
     machine = machine_named(environment)
     several = components(name, flags)
@@ -172,10 +172,12 @@ def export(
             raise click.UsageError(f"{flag_} is for a deployment; give --format {', '.join(DEPLOYMENTS)}.")
     as_engine = partial(emulate, name)
     result = within_budget(prove(engine.export(plan), plan, as_engine), plan, as_engine)
+    # An engine is given the file of a plan; a spec has none.
     runs_plans = document.is_plan and engine.launch is not None
     launch = launch_command(result, plan_file, engine.programs[0]) if runs_plans else None
     to.show(lambda: result, partial(export_report, result, output, launch), assumed())
     to.write(output, lambda: result.file)
+    # None: the engine refuses the flags.
     if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)
 
@@ -212,11 +214,13 @@ def _export_into(
             image=image,
         )
     except FlagError as error:
+        # Problems of the component itself have no place yet.
         raise FlagError(
             attrs.evolve(each, file=file, line=component.line) if each.file is None else each for each in error.problems
         ) from None
     show_notes((*assumed(), *patch.notes))
     folder, source = (output or Path("kustomization.yaml")).absolute().parent.resolve(), Path(file).resolve()
+    # kustomize reads resources only below its own folder.
     resource = str(source.relative_to(folder)) if source.is_relative_to(folder) else None
     again = f"Do not edit: export again when the plan or {printable(file)} changes."
     body = values(patch) if to.form == "helm" else kustomization(patch, resource)
@@ -237,8 +241,7 @@ def spec(name: str, flags: tuple[str, ...], output: Path | None, environment: st
     """Write the spec of an engine's command line: spec vllm FLAGS -o spec.yaml.
 
     FLAGS are taken as engine takes them. The spec has the engine's limits, modes, drafts and adapters, and the sizes
-    with which its plan captures the engine's graphs; differences are reported. plan, export and tune
-    go on from there.
+    with which its plan captures the engine's graphs; differences are reported. plan, export and tune go on from there.
     """
     # ``check`` and ``engine`` need no planner, which takes a tenth of their time to import.
     from capture_planner.planning.planner import plan

@@ -74,7 +74,8 @@ def run_graphs(path: str) -> Graphs | None:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # the reader of plans says what is wrong with it
+        # The reader of plans says what is wrong with it.
+        return None
     if not (isinstance(data, dict) and {"captured", "served_from", "forwards"} <= data.keys()):
         return None
     try:
@@ -104,6 +105,7 @@ def diff_runs(old: str, new: str) -> tuple[Change, ...] | None:
         other = old if before is None else new
         raise click.UsageError(f"{other} is no JSON report of run, and the other file is; give two reports.")
     for path, graphs in ((old, before), (new, after)):
+        # A run without graphs has nothing to compare, and lacks nothing.
         if graphs and not any(graphs.values()):
             raise click.UsageError(
                 f"{path} has no fingerprints of its graphs; install cuda-bindings, and run it again."
@@ -298,7 +300,10 @@ def diff(old: str, new: str, environment: str | None, to: Output) -> None:
         return
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
-        result = observed_diff(*(_deployment(each, environment) for each in documents))
+        deployments = (
+            each.load(Observation) if each.is_observation else _planned(each, environment) for each in documents
+        )
+        result = observed_diff(*deployments)
         _show_changes(result.changes, to, "no differences", result.notes, plain(result))
         return
     # Two plans differ least on one machine: a spec beside a plan is planned for the plan's.
@@ -307,7 +312,7 @@ def diff(old: str, new: str, environment: str | None, to: Output) -> None:
     _show_changes(diff_plans(before, after), to, "the plans are the same")
 
 
-def _planned(document: Document, environment: str | None, own: Environment | None) -> Plan:
+def _planned(document: Document, environment: str | None, own: Environment | None = None) -> Plan:
     """Return the plan of a document, planned for the machine of the other one where that is a plan."""
     if document.is_plan or own is None:
         return plan_of(document, None if document.is_plan else environment, answers=True)
@@ -322,12 +327,6 @@ def _show_changes(
     to.show(lambda: data or {"changes": changes}, report, assumed())
     if changes:
         click.get_current_context().exit(FINDINGS)
-
-
-def _deployment(document: Document, environment: str | None) -> Plan | Observation:
-    if document.is_observation:
-        return document.load(Observation)
-    return plan_of(document, None if document.is_plan else environment, answers=True)
 
 
 @click.command()

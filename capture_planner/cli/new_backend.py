@@ -15,6 +15,7 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.plugins import registry
 from capture_planner.records._base import Name, constraints
 
+# A wheel has the template inside the package; a checkout has it among the backends.
 _PACKAGED = Path(__file__).parent.parent / "template"
 _CHECKOUT = Path(__file__).parent.parent.parent / "backends" / "template"
 
@@ -60,6 +61,7 @@ def refuse_name(name: str) -> None:
             shared = "" if other == name else f", and both are the module {module_of(name)}"
             reason = f"a backend named {other!r} is installed, from {installed[other].distribution}{shared}"
             raise CapturePlannerError(f"{reason}; choose another name")
+    # An installed module of that name would hide the new one, or be hidden by it.
     if importlib.util.find_spec(module_of(name)) is not None:
         reason = f"the module {module_of(name)} is installed, and a backend named {name!r} would be that module too"
         raise CapturePlannerError(f"{reason}; choose another name")
@@ -85,6 +87,7 @@ def write_template(name: str, folder: Path) -> list[Path]:
     named = {_DISTRIBUTION: f"capture-planner-{slug(name).replace('_', '-')}", _MODULE: slug(name), _NAME: name}
 
     def renamed(text: str) -> str:
+        # In one pass, so that no replacement is replaced again.
         return re.sub("|".join(named), lambda match: named[match[0]], text)
 
     try:
@@ -103,6 +106,7 @@ def write_template(name: str, folder: Path) -> list[Path]:
             path.write_text(renamed(text), "utf-8", newline="\n")
             written.append(path)
     except OSError as error:
+        # Half a distribution would block the next try.
         shutil.rmtree(folder)
         raise CapturePlannerError(f"{folder} cannot be written: {error.strerror or error}") from error
     return written

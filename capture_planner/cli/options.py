@@ -48,8 +48,6 @@ def output(text: str, kind: type[Plan] | type[Environment] | None = None) -> Cal
 def reports(*others: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare ``--html`` and ``--format``, as every command that prints a report has them: passed as one ``Output``.
 
-    Files that cannot be written are refused before the command runs.
-
     :param others: formats in addition to text and JSON.
     """
 
@@ -86,6 +84,7 @@ model = click.option(
 
 def _fetch(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
+        # Fetching ends with the command.
         context.with_resource(hub.fetching())
 
 
@@ -118,13 +117,9 @@ def pages(default: str) -> Callable[[F], F]:
 
 def admit(verb: str) -> Callable[[F], F]:
     """Declare the options that admit a plan that is refused without them; ``verb``: of the command."""
-
-    def with_both(command: F) -> F:
-        errors = flag("--any-plan", f"{verb} the plan even if lint finds errors.")
-        other = flag("--any-environment", f"{verb} the plan even if it is for another machine.")
-        return errors(other(command))
-
-    return with_both
+    errors = flag("--any-plan", f"{verb} the plan even if lint finds errors.")
+    other = flag("--any-environment", f"{verb} the plan even if it is for another machine.")
+    return lambda command: errors(other(command))
 
 
 def stated(name: str) -> bool:
@@ -142,7 +137,6 @@ class FiniteRange(click.FloatRange):
     """A number of a range; NaN, which no comparison refuses, and infinity are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -167,6 +161,7 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(map(float, text.split(",")))
     except ValueError:
+        # No number, which the check below refuses with the same message.
         shares = (math.nan,)
     if not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"{text!r} is not a comma-separated list of numbers from 0 to 1.")

@@ -56,9 +56,6 @@ class RankLine(BatchLine):
     missing: bool = field("true where it lost the graph that all would replay", default=False)
 
 
-_STATES = {"captured", "missing"}
-
-
 def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> Iterator[Batch]:
     """Return the batches of a file, in order; empty lines are left out.
 
@@ -112,6 +109,7 @@ def vector_of(data: Any, dispatcher: Dispatcher) -> Vector:
             ranks.append(submitted)
             missing |= {rank} if is_missing else set()
         except InvalidValue as error:
+            # A submission has its batch in a field, where a line has the fields themselves.
             problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
     raise_any(problems)
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
@@ -130,7 +128,8 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
     """Return what a rank submits, and whether it lost the graph of all."""
     if data is None:
         return Submission(), False
-    idle = isinstance(data, dict) and bool(data) and set(data) <= _STATES
+    # An idle rank has no batch, and may still state its graphs.
+    idle = isinstance(data, dict) and bool(data) and set(data) <= {"captured", "missing"}
     line = _line(data | {"role": roles[0], "num_reqs": 0, "num_tokens": 0} if idle else data, RankLine, roles)
     if line.missing and not line.captured:
         raise _wrong('a rank with "captured": false has no graph to miss; give one of the two', "missing")
@@ -252,8 +251,7 @@ def recorded_vectors(file: str, dispatcher: Dispatcher, role: Role) -> list[tupl
         says = f"no vectors of {role.value}: a run of one replica, or an observation without data-parallel ranks"
         raise InvalidDocument([Problem(file=file, message=says)])
     # A stable sort: of vectors as frequent, the order of the file.
-    found.sort(key=lambda each: -each[0])
-    return [(title, vector) for _, title, vector in found]
+    return [(title, vector) for _, title, vector in sorted(found, key=lambda each: -each[0])]
 
 
 def _vectors(file: str, dispatcher: Dispatcher) -> Iterator[tuple[int, str, Vector]]:
@@ -287,6 +285,7 @@ def _report(file: str) -> list[dict[str, Any]] | None:
     """Return the vectors of a run's report; None for a file that is no such report."""
     try:
         record = json.loads(Path(file).read_bytes())["ranks"]
+    # The reader of observations says what is wrong with it.
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     vectors = record["vectors"] if isinstance(record, dict) else []

@@ -69,6 +69,7 @@ def load_options(command: F) -> F:
             "Default: the spec's or the profile's, or none.",
         ),
     )
+    # The decorator that is applied last is listed first.
     for declare in reversed(options):
         command = declare(command)
     return command
@@ -125,23 +126,21 @@ def traffic(
     """
     profile = None if profile_file is None else codec.load_profile(profile_file)
     deployment = _deployment(spec, max_num_reqs, max_num_tokens, profile)
-    pace = None if profile is None else _pace(profile, str(profile_file), deployment)
+    pace = None
+    if profile is not None:
+        step_time = every_size(Costs(profile), deployment or TraceLimits())
+        pace = Pace(step_time, f"each step takes what {profile_file} says of graphs of every size")
     chosen = source_options(values, part).completed(deployment, pace, profile)
     with reading_bar(sources, progress) as advance:
         counted, unreadable = read_traffic(sources, chosen, advance)
     for line in unreadable:
         click.echo(f"skipped: {line}", err=True)
     written = counted if output is None else fitting(counted)
+    # What the file leaves out is noted; the report has all of it.
     notes = written.notes[len(counted.notes) :]
     to.show(lambda: traffic_json(counted, unreadable, notes), partial(traffic_report, written))
     if output is not None:
         to.write(output, lambda: record_text(output, written))
-
-
-def _pace(profile: Profile, name: str, deployment: Deployment | None) -> Pace:
-    """Return the time of steps by a profile."""
-    step_time = every_size(Costs(profile), deployment or TraceLimits())
-    return Pace(step_time, f"each step takes what {name} says of graphs of every size")
 
 
 def _deployment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import re
 import types
 import typing
@@ -70,22 +71,6 @@ ELSEWHERE = {
 """Names of vLLM, SGLang and TensorRT-LLM, or of a field without its block or in another, each with that of a spec."""
 
 
-def _key_meant(key: str, known: Iterable[str], block: str, *, in_spec: bool) -> str | None:
-    """Return the field that an unknown key probably means: an engine's name for it, or one spelt nearly so."""
-    name = key[:100].replace("-", "_").lower()
-    meant = ELSEWHERE.get(f"{block}.{name}") or ELSEWHERE.get(name)
-    if in_spec and meant:
-        return meant
-    return next(iter(difflib.get_close_matches(key[:100], list(known), n=1)), None)
-
-
-def _word_meant(value: str, words: Iterable[str]) -> str | None:
-    """Return the word of a closed set that a text probably means: in another case, or spelt nearly so."""
-    folded = {word.casefold(): word for word in words}
-    near = difflib.get_close_matches(value.casefold().replace("-", "_"), folded, n=1, cutoff=0.5)
-    return folded[near[0]] if near else None
-
-
 def problems_of(error: Exception) -> list[Problem]:
     """Flatten what cattrs raises into problems with paths."""
     if isinstance(error, InvalidValue):
@@ -96,6 +81,7 @@ def problems_of(error: Exception) -> list[Problem]:
     assert isinstance(error, ClassValidationError), error
     found = []
     for inner in error.exceptions:
+        # cattrs notes the attribute at each error; a path has the key that files have for it.
         notes = getattr(inner, "__notes__", [])
         attribute = next((note.name for note in notes if hasattr(note, "name")), None)
         path = () if attribute is None else (key_of(getattr(attrs.fields(error.cl), attribute)),)
@@ -108,9 +94,16 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
     known = [key_of(f) for f in attrs.fields(kind) if f.init]
-    near = _key_meant(key, known, kind.__name__.lower(), in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
-    remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
-    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near}?" if near else remedy)
+    # Cut, because a key may fill a line, and comparing takes more than linear time.
+    near = difflib.get_close_matches(key[:100], known, n=1)
+    # These names stand for fields of a spec, and would mislead in another kind of file.
+    if kind.__module__ in (Spec.__module__, Model.__module__):
+        name = key[:100].replace("-", "_").lower()
+        meant = ELSEWHERE.get(f"{kind.__name__.lower()}.{name}") or ELSEWHERE.get(name)
+        near = [meant] if meant else near
+    # Once, not with each of 500 keys.
+    remedy = f"known are {', '.join(known)}" if first else ""
+    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
 
 
 def _fail(message: str, remedy: str = "") -> InvalidValue:
@@ -118,6 +111,7 @@ def _fail(message: str, remedy: str = "") -> InvalidValue:
 
 
 def _got(value: Any) -> str:
+    # Named, not shown: the value may be the rest of the file.
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
@@ -126,24 +120,18 @@ def _got(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _strict(kind: type, called: str) -> Callable[[Any, Any], Any]:
+def _read_exactly(called: str, value: Any, kind: type) -> Any:
     """Accept exactly this type: 8.7 is not 8, "8" is not 8, true is not 1."""
-
-    def structure(value: Any, _: Any) -> Any:
-        if type(value) is kind or (kind is float and type(value) is int):
-            return value
-        quotes = kind is str and type(value) in (int, float)
-        raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
-
-    return structure
-
-
-_SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    # An unquoted 2.13 is a number in YAML, where a version was meant.
+    quotes = kind is str and type(value) in (int, float)
+    raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
 
 
 def parse_bytes(text: str) -> int:
     """Read a number of bytes, such as ``2GiB``. Raises ``InvalidValue``."""
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)", text)
     if match is None:
         raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
     return int(match[1]) << UNITS[match[2]]
@@ -175,63 +163,51 @@ def _collect(read: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> li
     return values
 
 
-def _tuple_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_tuple(value: Any, annotation: Any) -> Any:
     args = typing.get_args(annotation)
     repeated = args[1:] == (Ellipsis,)
-
-    def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, list):
-            raise _fail(f"expected a list, got {_got(value)}")
-        if not repeated and len(value) != len(args):
-            raise _fail(f"expected a list of {len(args)}, got {len(value)} items")
-        typed = zip(value, args[:1] * len(value) if repeated else args, strict=True)
-        return tuple(_collect(lambda item: converter.structure(*item), enumerate(typed)))
-
-    return structure
+    if not isinstance(value, list):
+        raise _fail(f"expected a list, got {_got(value)}")
+    if not repeated and len(value) != len(args):
+        raise _fail(f"expected a list of {len(args)}, got {len(value)} items")
+    typed = zip(value, args[:1] * len(value) if repeated else args, strict=True)
+    return tuple(_collect(lambda item: CONVERTER.structure(*item), enumerate(typed)))
 
 
-def _mapping_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_mapping(value: Any, annotation: Any) -> Any:
     types = typing.get_args(annotation)
-
-    def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _fail(f"expected a mapping, got {_got(value)}")
-        pairs = ((key, (key, item)) for key, item in value.items())
-        return dict(_collect(lambda pair: tuple(map(converter.structure, pair, types)), pairs))
-
-    return structure
+    if not isinstance(value, dict):
+        raise _fail(f"expected a mapping, got {_got(value)}")
+    pairs = ((key, (key, item)) for key, item in value.items())
+    return dict(_collect(lambda pair: tuple(map(CONVERTER.structure, pair, types)), pairs))
 
 
 def label(member: enum.Enum) -> str:
     """Return how files and pages write an enum member."""
+    # The number of an IntEnum only orders it.
     return member.value if isinstance(member.value, str) else member.name
 
 
 def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     members = {label(member): member for member in kind}
+    folded = {word.casefold(): word for word in members}
 
     def structure(value: Any, _: Any) -> Any:
         if isinstance(value, str) and value in members:
             return members[value]
-        near = _word_meant(str(value)[:100], members)
-        hint = f"did you mean {near}?" if near else ""
+        near = difflib.get_close_matches(str(value)[:100].casefold().replace("-", "_"), folded, n=1, cutoff=0.5)
+        hint = f"did you mean {folded[near[0]]}?" if near else ""
         raise _fail(f"expected one of {', '.join(members)}, got {_got(value)}", hint)
 
     return structure
 
 
-def _tuple_or_word_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+def _read_tuple_or_word(value: Any, annotation: Any) -> Any:
     """Read a list, or one of an enum's words in its place."""
     listed, words = typing.get_args(annotation)
-
-    def structure(value: Any, _: Any) -> Any:
-        if isinstance(value, str):
-            return converter.structure(value, words)
-        if not isinstance(value, list):
-            raise _fail(f"expected a list, or {' or '.join(map(label, words))}, got {_got(value)}")
-        return converter.structure(value, listed)
-
-    return structure
+    if not isinstance(value, str | list):
+        raise _fail(f"expected a list, or {' or '.join(map(label, words))}, got {_got(value)}")
+    return CONVERTER.structure(value, words if isinstance(value, str) else listed)
 
 
 def _is_tuple_or_word(annotation: Any) -> bool:
@@ -268,6 +244,7 @@ def _to_dict(kind: type, converter: cattrs.Converter) -> Callable[[Any], dict[st
         f.name: override(
             rename=key_of(f),
             unstruct_hook=_size if BYTES in _metadata(hints[f.name]) else None,
+            # Written though it is the default: it says by which schema to read the file.
             omit_if_default=False if f.name == "version" else None,
         )
         for f in fields
@@ -275,6 +252,7 @@ def _to_dict(kind: type, converter: cattrs.Converter) -> Callable[[Any], dict[st
     unordered: Any = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True, **overrides)
 
     def unstructure(value: Any) -> dict[str, Any]:
+        # cattrs appends the fields that may be omitted; files have the order of declaration.
         found = unordered(value)
         return {key: found[key] for key in map(key_of, fields) if key in found}
 
@@ -302,18 +280,22 @@ _is_annotated = _has_origin(Annotated)
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
     for kind, called in ((int, "an integer"), (float, "a number"), (bool, "true or false"), (str, "text")):
-        converter.register_structure_hook(kind, _strict(kind, called))
-    converter.register_structure_hook_factory(_has_origin(tuple), _tuple_factory)
-    converter.register_structure_hook_factory(_has_origin(Mapping), _mapping_factory)
-    converter.register_structure_hook_factory(_is_tuple_or_word, _tuple_or_word_factory)
+        converter.register_structure_hook(kind, functools.partial(_read_exactly, called))
+    # cattrs asks the hooks for types in reverse order, so that the rows below come before plain tuples.
+    converter.register_structure_hook_func(_has_origin(tuple), _read_tuple)
+    converter.register_structure_hook_func(_has_origin(Mapping), _read_mapping)
+    converter.register_structure_hook_func(_is_tuple_or_word, _read_tuple_or_word)
     converter.register_structure_hook_factory(lambda t: isinstance(t, enum.EnumMeta), _enum_factory)
-    for also_primitive in (GraphSupport, Reason, Role):  # found by their int or str side otherwise
+    # cattrs would take these for the int or the str that they are too.
+    for also_primitive in (GraphSupport, Reason, Role):
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
     converter.register_structure_hook_factory(attrs.has, _record_factory)
     converter.register_structure_hook_factory(_is_annotated, _annotated_factory)
 
     converter.register_unstructure_hook_factory(attrs.has, lambda kind: _to_dict(kind, converter))
-    converter.register_unstructure_hook(enum.Enum, lambda member: member)  # for _listed to name
+    # Members stay as they are: ``to_data`` writes their labels.
+    converter.register_unstructure_hook(enum.Enum, lambda member: member)
+    # By a function, so that each hook keeps its own table.
     for table, rows in ROWS.items():
         _register_rows(converter, table, rows)
     return converter
@@ -322,6 +304,7 @@ def _converter() -> cattrs.Converter:
 def _register_rows(converter: cattrs.Converter, table: Any, rows: RowTable) -> None:
     """Have files write ``table``, a type such as ``tuple[BatchCount, ...]``, as rows."""
     listed: Any = types.GenericAlias(tuple, (rows.row, ...))
+    # Compared by ``==``: each use of ``tuple[Entry, ...]`` makes a type of its own.
     converter.register_structure_hook_func(
         lambda kind: kind == table, lambda value, _: rows.unpack(converter.structure(value, listed))
     )

@@ -80,12 +80,14 @@ def num_nodes(data: Any) -> int:
 
 def parse(text: str, name: str) -> Node:
     """Return the single document of ``text``; raises ``InvalidDocument`` with all that is wrong."""
+    # A lone surrogate has no UTF-8, and is refused by the parser.
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
     lines = text.split("\n")
     if len(lines) > MAX_LINES or max(map(len, lines)) > MAX_LINE:
         message = f"more than {MAX_LINES} lines, or a line of more than {MAX_LINE} characters"
         raise InvalidDocument([Problem(file=name, message=message)])
+    # Pure Python, because the reasons of the C parser have other words.
     yaml = YAML(typ="safe", pure=True)
     builder = _Builder(name)
     try:
@@ -99,6 +101,7 @@ def parse(text: str, name: str) -> Node:
         builder.note(f"not YAML: {_plainly(reason)}", mark)
     if builder.problems:
         raise InvalidDocument(builder.problems)
+    # An empty file is null: the record says what it expected.
     return builder.root or Node(None, 1, 1)
 
 
@@ -106,7 +109,8 @@ def _events(yaml: YAML, text: str) -> Iterator[events.Event]:
     """Return the events of a text; whatever the parser raises is a YAMLError."""
     try:
         yield from yaml.parse(text)
-    except (AssertionError, ValueError) as error:  # how ruamel refuses some %YAML directives
+    # How ruamel refuses some %YAML directives.
+    except (AssertionError, ValueError) as error:
         raise YAMLError(f"a directive is wrong: {error}") from error
 
 
@@ -175,6 +179,7 @@ class _Builder:
             if event.version is not None:
                 self.refuse("a %YAML directive is not allowed; files are YAML 1.2", mark, stop=True)
         elif isinstance(event, events.MappingEndEvent | events.SequenceEndEvent):
+            # Anchors count from here: an alias inside its own container would be a circle.
             closed = self.open.pop()
             if closed.anchor:
                 self.anchors[closed.anchor] = closed.node
@@ -185,6 +190,7 @@ class _Builder:
             if node is None:
                 self.refuse(f"the alias *{event.anchor} names nothing that is complete", mark, stop=True)
             assert node is not None
+            # With the place of the alias, where a problem of the shared value is reported.
             self._place(attrs.evolve(node, line=mark.line + 1, column=mark.column + 1), mark)
         elif isinstance(event, events.ScalarEvent | events.MappingStartEvent | events.SequenceStartEvent):
             self._open_or_place(event, mark)
@@ -201,6 +207,7 @@ class _Builder:
             return
         node = Node({} if isinstance(event, events.MappingStartEvent) else [], line, column)
         self._place(node, mark)
+        # Until this container ends, its anchor names nothing, not an earlier value of that name.
         self.anchors.pop(event.anchor, None)
         self.open.append(_Open(node, event.anchor))
         if len(self.open) > MAX_DEPTH:
@@ -208,6 +215,7 @@ class _Builder:
 
     def _place(self, node: Node, mark: Any) -> None:
         """Put a value where the innermost open container wants it."""
+        # An alias counts with all that it repeats, so nested aliases cannot expand without bound.
         self.nodes += node.size
         if self.nodes > MAX_NODES:
             self.refuse(f"more than {MAX_NODES} values, aliases expanded", mark, stop=True)
@@ -216,12 +224,14 @@ class _Builder:
             return
         top = self.open[-1]
         if node.size > 1 or not isinstance(node.value, dict | list):
-            top.node.size += node.size  # a container that is still open adds its size at its end
+            # A container that is still open adds its size at its end.
+            top.node.size += node.size
         if isinstance(top.node.value, list):
             top.node.value.append(node)
         elif not top.awaits_value:
             top.key, top.awaits_value = self._key(node, top, mark), True
         else:
+            # The value of a refused key is read for its own problems only.
             if top.key is not None:
                 top.node.value[top.key] = node
             top.awaits_value = False
@@ -248,6 +258,7 @@ class _Builder:
             return int(text)
         if not _NUMBER.fullmatch(text):
             return text
+        # 1e999 would read as infinity, which JSON cannot write.
         if math.isinf(number := float(text)):
             shown = text if len(text) <= 40 else f"{text[:20]}... of {len(text)} characters"
             self.refuse(f"the number {shown} is out of range", mark)

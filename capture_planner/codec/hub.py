@@ -14,7 +14,6 @@ from pathlib import Path
 from capture_planner.errors import CapturePlannerError
 
 _FETCHES: ContextVar[bool] = ContextVar("fetches", default=False)
-_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def fetching() -> Iterator[None]:
 
 def is_name(text: str) -> bool:
     """Whether a text has the form of a model's name, ``owner/model``."""
-    return _NAME.fullmatch(text) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", text, re.ASCII) is not None
 
 
 def find(name: str, file: str) -> Path | None:
@@ -41,6 +40,7 @@ def find(name: str, file: str) -> Path | None:
     Raises ``CapturePlannerError`` inside ``fetching`` where the model cannot be reached; a model that lacks the
     file is no error.
     """
+    # The library raises for other forms.
     if not is_name(name):
         return None
     try:
@@ -58,11 +58,13 @@ def find(name: str, file: str) -> Path | None:
     cached = try_to_load_from_cache(name, file)
     if isinstance(cached, str):
         return Path(cached)
-    if cached is not None or not _FETCHES.get():  # Hugging Face remembers files that a model lacks.
+    # Not None: the cache remembers that the model lacks the file.
+    if cached is not None or not _FETCHES.get():
         return None
     try:
         return Path(hf_hub_download(name, file))
     except Exception as error:
+        # The model lacks the file; the second error is one of the first kind, and means that the network failed.
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -96,6 +96,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"enum": [codec.label(member) for member in hint]}
     if attrs.has(hint):
         if hint.__name__ not in definitions:
+            # Taken first, so that a record that held itself would end here.
             definitions[hint.__name__] = {}
             definitions[hint.__name__] = _record_schema(hint, definitions)
         mapping = {"$ref": f"#/$defs/{hint.__name__}"}

@@ -30,6 +30,7 @@ _CONVERTER = cattrs.Converter()
 
 def plain(value: Any) -> Any:
     """Return a value as JSON has it: by the hook of its own class, whatever type a field declares."""
+    # cattrs would write the value of an enum, which is a number for some.
     return label(value) if isinstance(value, enum.Enum) else _CONVERTER.unstructure(value)
 
 
@@ -72,6 +73,7 @@ def json_some(kind: type, *names: str) -> None:
     json_of(kind)(lambda value: plain_some(value, *names))
 
 
+# cattrs asks the hooks in reverse order, so those of ``json_of`` come before these.
 _CONVERTER.register_unstructure_hook_func(attrs.has, plain_fields)
 _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain(item) for item in items])
 _CONVERTER.register_unstructure_hook_func(

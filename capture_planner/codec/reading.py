@@ -103,11 +103,13 @@ class Document:
 
     def load(self, kind: type[T]) -> T:
         """Return the record of ``kind`` in the file; raises ``InvalidDocument`` with every problem in it."""
+        # First, because a newer schema would show as many unknown keys.
         version = self._top.get("version")
         if version is not None and type(version.value) is int and version.value > SCHEMA_VERSION:
             message = f"schema version {version.value}, but this capture-planner reads {SCHEMA_VERSION}"
             problem = Problem(path=("version",), message=message, remedy="upgrade capture-planner")
             raise InvalidDocument(self.place([problem]))
+        # Without a model, which all kinds but traffic have, the missing keys say more than this would.
         if kind in _CALLED and self.kind is not kind and ("model" in self._top or self.is_traffic):
             message = f"this is {_CALLED[self.kind]}, not {_CALLED[kind]}"
             remedy = "show, explain, check, compare and diff take observations" if self.is_observation else ""
@@ -139,6 +141,7 @@ class Document:
 
 def read(path: str | Path) -> str:
     """Return the text of a file; raises ``InvalidDocument`` where it cannot be read or is too large."""
+    # ``Path("")`` is the working directory.
     if not str(path).strip() or path == Path():
         raise InvalidDocument([Problem(message=f"{str(path)!r} names no file", remedy="give the path of one")])
     try:
@@ -154,6 +157,7 @@ def read_stream(file: BinaryIO, name: str) -> str:
 
     Raises ``InvalidDocument``, and ``OSError`` where the file cannot be read.
     """
+    # One byte more tells a larger file from one of the largest size.
     content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
@@ -218,6 +222,7 @@ def load_measurements(source: Document | str | Path) -> Measurements | None:
             problems.append(
                 Problem(path=("sizes",), message=f"measured sizes need a {name}", remedy=f"give {name} too")
             )
+        # Checked before it is read, so that the problem is at its line of the spec.
         elif not (folder / value).is_file():
             message = f"no such file: {folder / value}"
             remedy = f"write it with `capture-planner {name}`; the path is relative to the spec"
@@ -226,6 +231,4 @@ def load_measurements(source: Document | str | Path) -> Measurements | None:
             files[name] = folder / value
     if problems:
         raise InvalidDocument(document.place(problems))
-    return Measurements(
-        traffic=Document.read(files["traffic"]).load(Traffic), profile=Document.read(files["profile"]).load(Profile)
-    )
+    return Measurements(traffic=load_traffic(files["traffic"]), profile=load_profile(files["profile"]))

@@ -7,6 +7,7 @@ and ``RowTable`` says which lines share a row. Reading and writing follow from t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import attrs
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records._base import Amount, Count, NonNegative, Tally, field, grouped, raise_any, record
+from capture_planner.records._base import Amount, Count, NonNegative, Tally, field, grouped, record
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import split_when
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
@@ -54,16 +55,15 @@ def _columns(row: type) -> dict[str, _Column]:
     return {each.name: cells for each in attrs.fields(row) if (cells := each.metadata.get("column")) is not None}
 
 
-def refuse_uneven(row: Any) -> None:
-    """Raise ``InvalidValue`` where a column has another length than the first that every row has."""
+def uneven_columns(row: Any) -> Iterator[Problem]:
+    """Yield each column that has another length than the first that every row has."""
     columns = _columns(type(row))
     first = next(name for name, each in columns.items() if each.omitted is attrs.NOTHING)
     length = len(getattr(row, first))
-    raise_any(
-        Problem(path=(name,), message=f"{len(cells)} values, and {first} has {length}", remedy="list one for each")
-        for name in columns
-        if (cells := getattr(row, name)) is not None and len(cells) != length
-    )
+    for name in columns:
+        if (cells := getattr(row, name)) is not None and len(cells) != length:
+            message = f"{len(cells)} values, and {first} has {length}"
+            yield Problem(path=(name,), message=message, remedy="list one for each")
 
 
 def _product(line: Values) -> int | None:
@@ -72,8 +72,7 @@ def _product(line: Values) -> int | None:
     return None if each is None or line["num_reqs"] is None else line["num_reqs"] * each
 
 
-def _attributes(line: Any) -> Values:
-    return {each.name: getattr(line, each.name) for each in attrs.fields(type(line))}
+_attributes = functools.partial(attrs.asdict, recurse=False)
 
 
 @attrs.frozen
@@ -105,7 +104,8 @@ class RowTable:
             line = shared | {name: column[index] for name, column in cells.items()}
             line |= {name: _product(line) for name in computed}
             if "first" in shared:
-                shared["first"] = line["last"] + 1  # the next range begins behind this one
+                # The next range begins behind this one.
+                shared["first"] = line["last"] + 1
             yield self.line(**line)
 
     def unpack(self, rows: Iterable[Any]) -> tuple[Any, ...]:
@@ -133,6 +133,7 @@ class RowTable:
             cells: Any = tuple(line[each.of] for line in run)
             if each.once and len(set(cells)) == 1:
                 row[each.once], cells = cells[0], None
+            # A row has the column or the single value, never both.
             elif each.once:
                 row[each.once] = None
             elif (each.follows and cells == tuple(map(_product, run))) or all(cell == each.omitted for cell in cells):
@@ -166,34 +167,24 @@ class EntryRow:
         follows=True,
     )
 
-    def __attrs_post_init__(self) -> None:
-        tokens, reqs = self.num_tokens, self.num_reqs
-        counts = len(reqs or ()), len(tokens or ())
-        is_large = max(reqs or (0,)) * (self.query_len or self.max_query_len or 0) > MAX_TOKENS
-        problems = []
-
-        def require(holds: bool, key: str, message: str, remedy: str = "") -> None:
-            if not holds:
-                problems.append(Problem(path=(key,), message=message, remedy=remedy))
-
-        is_graph = self.mode in (GraphMode.PIECEWISE, GraphMode.FULL)
-        require(is_graph, "mode", f"a graph is PIECEWISE or FULL, not {self.mode.value}")
-        require(not is_large, "num_reqs", f"a graph of more than {MAX_TOKENS} tokens", "check num_reqs")
-        varies = self.max_query_len is not None
-        is_alone = not varies or (self.query_len is None and tokens is None and reqs is not None)
-        require(is_alone, "max_query_len", "takes num_reqs, and neither query_len nor num_tokens", "list num_reqs only")
-        require(not varies or self.mode is GraphMode.FULL, "mode", "a graph of varying decodes is FULL")
-        follows = varies or (self.query_len is not None and reqs is not None)
-        require(tokens is not None or follows, "num_tokens", "needed unless both query_len and num_reqs are given")
-        message = f"{counts[0]} request counts for {counts[1]} token counts"
-        is_paired = tokens is None or reqs is None or counts[0] == counts[1]
-        require(is_paired, "num_reqs", message, "list one of each for every graph")
-        raise_any(problems)
-
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs the row stands for."""
-        return len(self.num_tokens or self.num_reqs or ()) * len(self.active_loras)
+    def _problems(self) -> Iterator[Problem]:
+        tokens, reqs, varies = self.num_tokens, self.num_reqs, self.max_query_len is not None
+        if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
+            yield Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+        # Tokens follow from requests here, so a slip of the keyboard could ask for a graph of any size.
+        if max(reqs or (0,)) * (self.query_len or self.max_query_len or 0) > MAX_TOKENS:
+            message = f"a graph of more than {MAX_TOKENS} tokens"
+            yield Problem(path=("num_reqs",), message=message, remedy="check num_reqs")
+        if varies and (self.query_len is not None or tokens is not None or reqs is None):
+            message = "takes num_reqs, and neither query_len nor num_tokens"
+            yield Problem(path=("max_query_len",), message=message, remedy="list num_reqs only")
+        if varies and self.mode is not GraphMode.FULL:
+            yield Problem(path=("mode",), message="a graph of varying decodes is FULL")
+        if tokens is None and not varies and (self.query_len is None or reqs is None):
+            yield Problem(path=("num_tokens",), message="needed unless both query_len and num_reqs are given")
+        if tokens is not None and reqs is not None and len(reqs) != len(tokens):
+            message = f"{len(reqs)} request counts for {len(tokens)} token counts"
+            yield Problem(path=("num_reqs",), message=message, remedy="list one of each for every graph")
 
     @property
     def decodes(self) -> str:
@@ -218,13 +209,15 @@ class _EntryRows(RowTable):
     def unpack(self, rows: Iterable[EntryRow]) -> tuple[Entry, ...]:
         """Return the entries of a plan file's rows; raises ``InvalidValue`` where they are too many."""
         rows = tuple(rows)
-        total = sum(row.num_graphs for row in rows)
+        # Before any entry is made: a short row of sizes and adapters may stand for millions.
+        total = sum(len(row.num_tokens or row.num_reqs or ()) * len(row.active_loras) for row in rows)
         if total > MAX_GRAPHS:
             raise InvalidValue([Problem(message=f"{total} graphs, and a plan has at most {MAX_GRAPHS}")])
         return tuple(entry for row in rows for entry in row.entries())
 
     def pack(self, entries: Iterable[Entry]) -> tuple[EntryRow, ...]:
         """Return the rows of a plan's entries."""
+        # A plan has its entries in one order, so rows need not keep it.
         sizes = grouped(entries, lambda entry: attrs.evolve(entry, active_loras=0))
         cases = {
             size: tuple(sorted((entry.active_loras for entry in alike), reverse=True)) for size, alike in sizes.items()
@@ -258,18 +251,14 @@ class GraphRow:
     milliseconds: Times | None = column("median time of a replay, in milliseconds", "milliseconds", omitted=None)
     replays: tuple[Tally, ...] | None = column("steps that ran on each; 0 where omitted", "replays", omitted=0)
 
-    def __attrs_post_init__(self) -> None:
-        message = f"a graph is PIECEWISE or FULL, not {self.mode.value}"
+    def _problems(self) -> Iterator[Problem]:
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
-            raise_any([Problem(path=("mode",), message=message)])
-        refuse_uneven(self)
+            yield Problem(path=("mode",), message=f"a graph is PIECEWISE or FULL, not {self.mode.value}")
+        yield from uneven_columns(self)
 
 
 def _observed_graph(**values: Any) -> ObservedGraph:
-    own = {
-        name: values.pop(name)
-        for name in ("max_query_len", "prompts_only", "seconds", "mib", "milliseconds", "replays")
-    }
+    own = {name: values.pop(name) for name in attrs.fields_dict(ObservedGraph) if name != "entry"}
     return ObservedGraph(entry=Entry(**values), **own)
 
 
@@ -290,8 +279,7 @@ class AnswerRow:
     )
     reason: Reason | None = field("reason for no graph", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        refuse_uneven(self)
+    _problems = uneven_columns
 
 
 @record
@@ -328,10 +316,10 @@ class BatchRow:
         "standard error of that mean, in milliseconds", "interval_error", omitted=None
     )
 
-    def __attrs_post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         if self.num_tokens is None and self.query_len is None and self.query_lens is None:
-            raise_any([Problem(path=("num_tokens",), message="needed unless query_len is given")])
-        refuse_uneven(self)
+            yield Problem(path=("num_tokens",), message="needed unless query_len is given")
+        yield from uneven_columns(self)
 
 
 @record
@@ -359,14 +347,13 @@ class TrafficRow:
     )
     counts: tuple[Steps, ...] = column("number of steps of each", "count")
 
-    def __attrs_post_init__(self) -> None:
-        refuse_uneven(self)
+    def _problems(self) -> Iterator[Problem]:
+        # Products are compared only where columns have the same length.
+        if uneven := list(uneven_columns(self)):
+            yield from uneven
+            return
         if self.num_reqs is None and self.num_tokens is None:
-            raise_any([Problem(path=("counts",), message="counts of no shape", remedy="give num_reqs or num_tokens")])
-        raise_any(self._uneven_products())
-
-    def _uneven_products(self) -> Iterator[Problem]:
-        """Yield each shape whose tokens are not requests times query length."""
+            yield Problem(path=("counts",), message="counts of no shape", remedy="give num_reqs or num_tokens")
         lengths = self.query_lens or (self.query_len,) * len(self.counts)
         shapes = zip(self.num_reqs or (), self.num_tokens or (), lengths, strict=False)
         for index, (reqs, tokens, each) in enumerate(shapes):
@@ -390,12 +377,14 @@ ROWS: Mapping[Any, RowTable] = {
         _observed_graph,
         values=lambda graph: _attributes(graph.entry) | _attributes(graph),
         kind=lambda line: (line["query_len"] is None, line["num_reqs"] is None),
+        # Graphs share a row with neighbours only, because a table is in the order of capture.
         apart=lambda one, other: False,
     ),
     tuple[DispatchRun, ...]: RowTable(
         AnswerRow,
         DispatchRun,
         kind=lambda line: line["graph"] is None,
+        # A row states where its first range begins, and each other one follows the range before it.
         apart=lambda one, other: one["last"] + 1 != other["first"],
     ),
     tuple[BatchCount, ...]: RowTable(BatchRow, BatchCount, kind=_kind_of_batch),

@@ -42,14 +42,8 @@ def shipped_profiles() -> dict[str, Path]:
     return _shipped("profiles")
 
 
-@functools.cache
-def _environment(path: Path) -> Environment:
-    return codec.load_environment(path)
-
-
-@functools.cache
-def _profile(path: Path) -> Profile:
-    return codec.load_profile(path)
+_environment = functools.cache(codec.load_environment)
+_profile = functools.cache(codec.load_profile)
 
 
 def environments() -> list[Environment]:
@@ -85,6 +79,7 @@ def find_profile(
     :param profiles: by name; None: those that ship.
     """
     near = [each for each in _near(model, profiles) if each.profile.device.name == environment.device.name]
+    # This very model first: another one of its shape has a factor of 1 too.
     return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
 
 
@@ -101,6 +96,7 @@ def nearest_profile(
 
     def place(near: NearProfile) -> tuple[object, ...]:
         device = near.profile.device
+        # By logarithm below, where half and twice are as far.
         sizes = (device.multiprocessors or 1) / (own.multiprocessors or 1)
         memory = round(math.log2(device.memory / own.memory), 1)
         apart = (abs(device.sm[0] - own.sm[0]), abs(math.log(sizes)), abs(memory))
@@ -125,6 +121,7 @@ def foreign_costs(
     """Return in words how far a profile that was given is from a deployment; None where it is of the same."""
     if profile.device.name != environment.device.name:
         return f"the costs of {name} were measured on {profile.device.name}, and this is {environment.device.name}"
+    # Ranks share each pass, so its time depends on their number.
     own, theirs = parallel.tensor, profile.parallel.tensor
     ranks = f"with {counted(theirs, 'tensor-parallel rank')}, and this has {own}" if own != theirs else None
     if profile.model.name == model.name:
@@ -189,12 +186,14 @@ def find_environment(name: str) -> Environment:
         raise CapturePlannerError(f"the environment {name!r} names no machine; {choices}")
     if name in shipped:
         return _environment(shipped[name])
+    # A suffix means a file, also one that is missing: the error is then about the file.
     if Path(name).suffix or Path(name).exists():
         return codec.load_environment(name)
     spelled = {_plain(each): each for each in shipped}
     if _plain(name) in spelled:
         return _environment(shipped[spelled[_plain(name)]])
     meant = [each for plain, each in spelled.items() if _is_slip(_plain(name), plain)]
+    # Of two machines that are equally near, either would be a guess.
     hint = f"; did you mean {meant[0]}?" if len(meant) == 1 else ";"
     raise CapturePlannerError(f"no environment is named {name!r}{hint} {choices}")
 
@@ -225,7 +224,5 @@ def _is_slip(typed: str, name: str) -> bool:
 
 def environment_of_output(output: str | None) -> str | None:
     """Return the environment that a file name states: ``qwen3-8b.h100.yaml`` is for h100."""
-    if output is None:
-        return None
-    stated = Path(Path(output).stem).suffix.removeprefix(".")
+    stated = Path(Path(output or "").stem).suffix.removeprefix(".")
     return stated if stated in shipped_environments() else None

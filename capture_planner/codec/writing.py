@@ -58,7 +58,8 @@ def to_data(value: Any) -> Any:
 
 
 def _listed(data: Any) -> Any:
-    if data is None or type(data) in _SCALARS:  # most of it
+    # Most values, and isinstance is slow for a Mapping.
+    if data is None or type(data) in _SCALARS:
         return data
     if isinstance(data, Mapping):
         return {str(key): _listed(item) for key, item in data.items()}
@@ -131,11 +132,6 @@ def _is_simple(value: Any) -> bool:
     return not (isinstance(value, dict) or _is_literal(value))
 
 
-@functools.lru_cache(1024)
-def _key(name: str) -> str:
-    return _flow(name)
-
-
 def _wrapped(line: str, items: list[str], pad: str) -> Iterator[str]:
     first, width = 0, len(line)
     for index, item in enumerate(items):
@@ -148,6 +144,7 @@ def _wrapped(line: str, items: list[str], pad: str) -> Iterator[str]:
 
 def _items(data: list[Any]) -> list[str]:
     if data and not any(isinstance(item, str | list) for item in data):
+        # The C encoder writes a column of numbers at once; a text could have the separator in it.
         return json.dumps(data)[1:-1].split(", ")
     return [_flow(item) for item in data]
 
@@ -160,6 +157,10 @@ def _flow(data: Any) -> str:
     if isinstance(data, str) and _WORD.fullmatch(data) and data.lower() not in _CONSTANTS:
         return data
     return _numbered(json.dumps(data, ensure_ascii=False), "\\U%08x")
+
+
+# Rows repeat the same few keys.
+_key = functools.lru_cache(1024)(_flow)
 
 
 def dumps_json(data: Any) -> str:
@@ -188,7 +189,8 @@ def _styled(data: Any, *, top: bool = False) -> Any:
     """Put what is short on one line: lists of numbers, and mappings that fit."""
     if isinstance(data, dict):
         styled = CommentedMap((key, _styled(item)) for key, item in data.items())
-        if not top and _is_flat(data) and len(str(data)) <= WIDTH:
+        nested = any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
+        if not top and not nested and len(str(data)) <= WIDTH:
             styled.fa.set_flow_style()
         return styled
     if isinstance(data, list):
@@ -201,10 +203,6 @@ def _styled(data: Any, *, top: bool = False) -> Any:
     return data
 
 
-def _is_flat(data: dict[str, Any]) -> bool:
-    return not any(isinstance(item, dict) or (isinstance(item, list) and len(item) > 8) for item in data.values())
-
-
 def write(path: str | Path, text: str) -> None:
     """Write a file whole or not at all: a reader never sees half of it.
 
@@ -213,6 +211,7 @@ def write(path: str | Path, text: str) -> None:
     """
     try:
         if is_in_place(Path(path)):
+            # Appended, because opening /dev/stdout anew would truncate the file that it is redirected to.
             with Path(path).open("a", encoding="utf-8", newline="\n") as stream:
                 stream.write(text)
             return
@@ -222,9 +221,11 @@ def write(path: str | Path, text: str) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
+            # Temporary files are private; the result has the mode of the file that it replaces, or the usual one.
             mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
             Path(temporary).chmod(mode)
             Path(temporary).replace(target)
+        # For Ctrl-C too.
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -234,6 +235,7 @@ def write(path: str | Path, text: str) -> None:
 
 def is_in_place(path: Path) -> bool:
     """Say whether a path names a device, a pipe or an open stream, such as ``/dev/stdout``; raises ``OSError``."""
+    # /dev/stdout may be a link to a regular file, and stays a stream.
     is_stream = path.is_absolute() and path.parts[1] in ("dev", "proc")
     return path.exists() and (is_stream or not path.is_file())
 
@@ -244,6 +246,7 @@ def replaceable(path: Path) -> Path:
     Raises ``OSError`` for links in a circle, and for a read-only file: a rename would replace it all the same.
     """
     target = Path(os.path.realpath(path))
+    # realpath leaves a link only where links form a circle.
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if target.exists() and not target.stat().st_mode & 0o222:
@@ -252,6 +255,7 @@ def replaceable(path: Path) -> Path:
 
 
 def _umask() -> int:
+    # Setting it is the only way to read it.
     mask = os.umask(0)
     os.umask(mask)
     return mask

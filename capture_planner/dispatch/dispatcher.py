@@ -96,11 +96,13 @@ class Dispatcher:
                 answer = None if row is None else row.get(num_reqs)
             else:
                 row = self._mixed.get((batch.role, batch.active_loras))
+                # Cached for any number of requests that the tokens can have, and for no other.
                 answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
                 if answer is None:
                     longest = batch.max_query_len if query_len is None and batch.past_prompt else None
                     answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras, longest))
             return self._miss(batch) if answer is None else answer
+        # A count that is no number fails where it is compared or hashed.
         except TypeError:
             _refuse_counts(batch)
             raise
@@ -141,7 +143,8 @@ class Dispatcher:
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
         longest = batch.max_query_len if batch.query_len is None and batch.past_prompt else None
         self._cached += 1
-        if self._cached > _CACHE_SIZE:  # no serving loop has that many; a fuzzer has
+        # No serving loop has that many; a fuzzer has.
+        if self._cached > _CACHE_SIZE:
             self._cached = 1
             for cache in (self._decodes, self._mixed, self._others):
                 cache.clear()
@@ -161,10 +164,12 @@ class _RoleTables:
         self._role, self._plan = role, plan
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
+        # Caches of the instance: on the class, they would keep every plan alive.
         self._decode_fits, self._mixed_fits = cache(self._decode_fit), cache(self._mixed_fit)
         self._varying_fits = cache(self._varying_fit)
         self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
         mixed = [entry for entry in role.entries if entry.tokens_each is None]
+        # A mixed graph may have room for fewer requests than tokens: one table for each such bound.
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
         varying = any(entry.max_query_len for entry in role.entries)
         self.requests_matter = bool(self._levels) or varying or any(entry.draft_steps for entry in mixed)
@@ -172,17 +177,17 @@ class _RoleTables:
     def answer(self, batch: Batch) -> Dispatch:
         """Return the cheapest compatible entry with its padding, or the reason for none."""
         if self._role.role.is_drafter:
+            # Drafters take no adapters (vLLM 0.33); a negative count stays wrong.
             batch = attrs.evolve(batch, active_loras=min(batch.active_loras, 0))
+        # An entry serves what fits, also a batch that the limits do not admit.
         entry = self._find(batch) if 0 < batch.num_reqs <= batch.num_tokens else None
         if entry is not None:
             return served(entry, batch)
         if not is_admissible(batch, self._plan, self._families):
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         kind = kind_of(batch, self._families)
-        for waiver in self._role.waivers:
-            if waiver.covers(batch, kind):
-                return Dispatch(None, reason=waiver.reason, waiver=waiver)
-        return Dispatch(None, reason=Reason.UNCOVERED)
+        waiver = next((each for each in self._role.waivers if each.covers(batch, kind)), None)
+        return Dispatch(None, reason=Reason.UNCOVERED if waiver is None else waiver.reason, waiver=waiver)
 
     def _find(self, batch: Batch) -> Entry | None:
         case = bisect_left(self._cases, batch.active_loras)
@@ -201,33 +206,32 @@ class _RoleTables:
         fits.append(self._mixed_fits(bound, steps, loras).at(batch.num_tokens))
         return min((entry for entry in fits if entry), key=lambda entry: entry.cost, default=None)
 
+    def _usable(self, steps: int | None, loras: int) -> Iterable[Entry]:
+        """Return the entries for chains of ``steps`` and for ``loras`` adapters, the cheapest first."""
+        return (each for each in self._by_cost if each.active_loras >= loras and each.draft_steps in (None, steps))
+
     def _decode_fit(self, query_len: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest uniform entries, by requests."""
         return _Fit.of(
             (min(entry.num_reqs or entry.num_tokens, entry.num_tokens // query_len), entry)
-            for entry in self._by_cost
-            if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
+            for entry in self._usable(steps, loras)
+            if entry.query_len == query_len
         )
 
     def _varying_fit(self, longest: int, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for decodes of up to ``longest`` tokens each, by requests."""
         return _Fit.of(
             (entry.num_reqs or 0, entry)
-            for entry in self._by_cost
-            if entry.max_query_len is not None
-            and entry.max_query_len >= longest
-            and entry.active_loras >= loras
-            and entry.draft_steps in (None, steps)
+            for entry in self._usable(steps, loras)
+            if entry.max_query_len is not None and entry.max_query_len >= longest
         )
 
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
         return _Fit.of(
             (entry.num_tokens, entry)
-            for entry in self._by_cost
+            for entry in self._usable(steps, loras)
             if entry.tokens_each is None
-            and entry.active_loras >= loras
-            and entry.draft_steps in (None, steps)
             and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
         )
 
@@ -261,6 +265,7 @@ class _Fit:
         """Keep the ``(size, entry)`` pairs, cheapest first, that are larger than all before them."""
         sizes, entries = [0], []
         for size, entry in sized:
+            # A graph that is no larger than a cheaper one is never the answer.
             if size > sizes[-1]:
                 sizes.append(size)
                 entries.append(entry)

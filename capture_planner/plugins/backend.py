@@ -135,6 +135,7 @@ class KernelSizes:
     @classmethod
     def of(cls, backend: object) -> KernelSizes:
         """Return what a backend declares; without a declaration there are none."""
+        # Optional, so that backends without it stay backends.
         declared: KernelSizes = getattr(backend, "kernel_sizes", cls())
         return declared
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
 import attrs
@@ -24,6 +24,5 @@ class Command:
 
     def load(self) -> click.Command:
         """Import the command."""
-        module, _, attribute = self.target.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = pkgutil.resolve_name(self.target)
         return command

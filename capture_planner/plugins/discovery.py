@@ -41,13 +41,6 @@ class Implementation:
     """True for an entry point, False for an object in the program."""
 
 
-@attrs.frozen
-class _Origin:
-    distribution: str
-    version: str = "0"
-    installed: bool = False
-
-
 def implementations(
     specs: ModuleType,
     hook: str,
@@ -61,38 +54,45 @@ def implementations(
 
     An installed distribution that is broken is left out with a ``PluginWarning``.
 
-    Arguments:
-        specs: the module with the hook specification.
-        hook: the name of the hook.
-        error: raised, with a one-line message that names the plugin, where one of ``plugins`` is broken.
-        plugins: modules or objects to register besides those installed.
-        installed: whether to load the entry points.
-        named: load only the entry points of this name; if there are none, load all.
+    :param specs: the module with the hook specification.
+    :param hook: the name of the hook.
+    :param error: raised, with a one-line message that names the plugin, where one of ``plugins`` is broken.
+    :param plugins: modules or objects to register besides those installed.
+    :param installed: whether to load the entry points.
+    :param named: load only the entry points of this name; if there are none, load all.
     """
+    # A new manager for each call, so that the plugins of one caller are not those of the next.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
-    origins: dict[int, _Origin] = {}
+    origins: dict[int, tuple[str, str]] = {}
     for plugin in plugins:
         with guarded(f"the plugin {_unpackaged(plugin)}", error):
             manager.register(plugin)
     group = HOOKS[hook]
     found = list(metadata.entry_points(group=group)) if installed else []
+    # An entry point of another name may bring it too, which only loading tells.
     for entry_point in [each for each in found if named is not None and each.name == named] or found:
         dist = entry_point.dist
-        origin = _Origin(dist.name, dist.version, True) if dist else _Origin(entry_point.value, installed=True)
-        with left_out(error), guarded(f"the plugin {origin.distribution} ({entry_point.value})", error):
+        # An entry point that was made by hand has no distribution.
+        distribution, version = (dist.name, dist.version) if dist else (entry_point.value, "0")
+        with left_out(error), guarded(f"the plugin {distribution} ({entry_point.value})", error):
             plugin = entry_point.load()
+            # Two entry points may name one object, which pluggy registers once.
             if not manager.is_registered(plugin):
                 manager.register(plugin)
-                origins[id(plugin)] = origin
-                _name_other_hooks(manager, plugin, origin.distribution, group)
+                origins[id(plugin)] = distribution, version
+                _name_other_hooks(manager, plugin, distribution, group)
     results: list[Implementation] = []
+    # One by one: a call of the hook would end at the first error, and not tell whose value is whose.
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         plugin = implementation.plugin
-        origin = origins.get(id(plugin)) or _Origin(_unpackaged(plugin))
-        with left_out(error, origin.installed), guarded(f"the plugin {origin.distribution}", error):
+        brought = id(plugin) in origins
+        distribution, version = origins[id(plugin)] if brought else (_unpackaged(plugin), "0")
+        with left_out(error, brought), guarded(f"the plugin {distribution}", error):
+            # Listed under guard, because a hook may be a generator, which fails only when it is iterated.
             results += [
-                Implementation(value=value, **attrs.asdict(origin)) for value in list(implementation.function())
+                Implementation(value=value, distribution=distribution, version=version, installed=brought)
+                for value in list(implementation.function())
             ]
     return results
 
@@ -110,11 +110,13 @@ def left_out(error: type[CapturePlannerError], installed: bool = True) -> Iterat
 
 def warn(message: str) -> None:
     """Warn of a broken plugin; the same sentence is shown once, however many hooks find it."""
+    # By one line of code, because Python shows a warning once for each message and line.
     warnings.warn(message, PluginWarning, stacklevel=1)
 
 
 def _name_other_hooks(manager: pluggy.PluginManager, plugin: object, distribution: str, group: str) -> None:
     """Warn where an installed plugin implements no hook of its entry-point group, or one that does not exist."""
+    # pluggy says nothing of an implementation without a specification.
     marked = [name for name in dir(plugin) if manager.parse_hookimpl_opts(plugin, name) is not None]
     hooks = [name for name, of in HOOKS.items() if of == group]
     misspelled = [name for name in marked if name not in HOOKS]
@@ -152,9 +154,11 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
     """Turn any exception of a plugin's code into an ``error`` of one line that names ``subject``."""
     try:
         yield
+    # An ``error`` has its message already, and Ctrl-C is no failure of the plugin.
     except (error, KeyboardInterrupt):
         raise
-    except BaseException as cause:  # a plugin may raise what is no Exception, to leave the program
+    # A plugin may raise what is no Exception, as sys.exit does.
+    except BaseException as cause:
         message = " ".join(f"{type(cause).__name__}: {_text(cause)}".split())
         raise error(f"{subject} failed: {message}; report it to its authors, or uninstall it") from cause
 
@@ -162,5 +166,6 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
 def _text(cause: BaseException) -> str:
     try:
         return str(cause)
-    except Exception:  # an exception's own code may fail too
+    # The code of an exception may fail too.
+    except Exception:
         return "(its message cannot be shown)"

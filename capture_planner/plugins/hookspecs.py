@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from capture_planner.plugins.commands import Command
     from capture_planner.plugins.profiler import Profiler
 
+# The markers only set an attribute, so a module that uses them registers nothing by itself.
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's implementation of a hook."""

@@ -38,6 +38,7 @@ class ProfileSettings:
     """Pages of the KV cache; None: enough for every request, within memory."""
     entries: bool = False
     """True to measure the sizes of the plan's graphs in any case, besides those that are looked for."""
+    # These two admit a plan that would be refused, as the options of the same names do.
     any_environment: bool = False
     any_plan: bool = False
     threads: int = 1

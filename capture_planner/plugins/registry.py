@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 @attrs.frozen(kw_only=True)
 class RegisteredBackend:
-    """A backend with the distribution that brought it, asked under guard.
+    """A backend with the distribution that brought it, asked under guard; the methods are those of ``Backend``.
 
     What a backend raises, or returns of a wrong type, becomes a ``BackendError`` that names it.
     """
@@ -36,29 +36,27 @@ class RegisteredBackend:
 
     @name.default
     def _read_once(self) -> str:
+        # It may be a property, and a plan needs the same name each time.
         return self.backend.name
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
-        """Ask ``Backend.support``."""
         return self._ask("support", Support, role, model, environment)
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """Ask ``Backend.padding``."""
         return self._ask("padding", PaddingContract, role, model, environment)
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """Ask ``Backend.refresh``."""
         return self._ask("refresh", Refresh, role, model, environment)
 
     def workspace(
         self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
     ) -> Workspace:
-        """Ask ``Backend.workspace``."""
         return self._ask("workspace", Workspace, role, model, environment, entries, limits)
 
     def _ask(self, call: str, kind: type[Answer], role: Role, *args: object) -> Answer:
         subject = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
         with guarded(subject, BackendError):
+            # A wrong type would otherwise fail far from the backend that returned it.
             answer = getattr(self.backend, call)(role, *args)
             if not isinstance(answer, kind):
                 raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
@@ -74,6 +72,7 @@ class Registry(Mapping[str, RegisteredBackend]):
             if item.name in by_name:
                 raise BackendError(duplicate("backend", item.name, by_name[item.name].distribution, item.distribution))
             by_name[item.name] = item
+        # Plugins are found in the order of installation, which must not show.
         self._by_name = dict(sorted(by_name.items()))
 
     def __getitem__(self, name: str) -> RegisteredBackend:
@@ -94,18 +93,17 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
     An installed plugin that cannot be imported or breaks the contract is left out with a ``PluginWarning``, and so are
     installed backends of a name that is taken. Raises ``BackendError`` where one of ``plugins`` does so.
     """
-    found: list[RegisteredBackend] = []
+    found: dict[str, RegisteredBackend] = {}
     taken: set[str] = set()
-    first: dict[str, RegisteredBackend] = {}
     for item in implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed):
         with left_out(BackendError, item.installed):
             backend = _registered(item.value, item.distribution, item.version)
-            other = first.setdefault(backend.name, backend)
-            found.append(backend)
+            other = found.setdefault(backend.name, backend)
             if other is not backend:
+                # Neither is taken: which one a spec means would depend on the order of installation.
                 taken.add(backend.name)
                 raise BackendError(duplicate("backend", backend.name, other.distribution, backend.distribution))
-    return Registry(backend for backend in found if backend.name not in taken)
+    return Registry(backend for name, backend in found.items() if name not in taken)
 
 
 def _registered(backend: object, distribution: str, version: str) -> RegisteredBackend:
@@ -117,6 +115,7 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
                 "workspace (see capture_planner.plugins.backend.Backend)"
             )
         registered = RegisteredBackend(backend=backend, distribution=distribution, version=version)
+    # A spec could not name it otherwise.
     for rule in constraints(Name):
         if (wrong := rule.problem(registered.name)) is not None:
             raise BackendError(f"{distribution}: the name of a backend {wrong}")
@@ -126,8 +125,7 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
 def find_profiler(*plugins: object, installed: bool = True) -> Profiler | None:
     """Return the first profiler of ``plugins`` and of the installed distributions; None: nothing here can measure.
 
-    A broken installed plugin is left out with a ``PluginWarning``. Raises ``RunError`` where one of ``plugins`` is
-    broken.
+    A broken plugin is left out with a ``PluginWarning`` if it is installed. One of ``plugins`` is a ``RunError``.
     """
     for item in implementations(hookspecs, "capture_planner_profilers", RunError, plugins, installed=installed):
         with left_out(RunError, item.installed):

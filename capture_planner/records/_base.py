@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 import attrs
@@ -36,7 +36,8 @@ class Interval:
     """Remedy for a value below ``ge``."""
 
     def problem(self, value: Any) -> str | None:
-        if type(value) is not int:  # a bool is no integer here
+        # Not isinstance: a bool is an int too, and is no count.
+        if type(value) is not int:
             return f"expected an integer, got {value!r}"
         if value < self.ge:
             return f"must be at least {self.ge}, got {value}" + (f"; {self.instead}" if self.instead else "")
@@ -57,6 +58,7 @@ class Number:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
+        # NaN and infinity pass a lower bound, so they are refused first.
         if type(value) not in (int, float) or not math.isfinite(value):
             return f"expected a number, got {value!r}"
         if self.ge is not None and value < self.ge:
@@ -83,6 +85,7 @@ class Pattern:
         return None if re.fullmatch(self.regex, value) else f"must be {self.meaning}, got {value!r}"
 
     def schema(self) -> dict[str, Any]:
+        # JSON Schema searches in a text, so the pattern gets the anchors that fullmatch implies.
         return {"pattern": f"^(?:{self.regex})$"}
 
 
@@ -90,14 +93,8 @@ Constraint = Interval | Number | Pattern
 """A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
 
 
-@attrs.frozen
-class Unit:
-    """How files write an integer: ``codec`` reads and writes one in bytes as ``2GiB``. Checks nothing."""
-
-    name: str
-
-
-BYTES = Unit("bytes")
+BYTES = "bytes"
+"""In the metadata of a type: ``codec`` reads and writes the number as ``2GiB``."""
 
 # Limits are far above any machine's. They turn a slip of the keyboard into a message, where it would
 # otherwise become a gigabyte of tables.
@@ -121,6 +118,7 @@ def constraints(annotation: Any) -> tuple[Constraint, ...]:
 
 
 Path = tuple[str | int, ...]
+# ``Optional[X]`` has the first as its origin, ``X | None`` the second.
 UNIONS = (typing.Union, types.UnionType)
 
 
@@ -132,13 +130,16 @@ def _check(hint: Any) -> Check:
     """Return the check of a type. Plain numbers are not checked: a field that needs it has a constraint."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _check_of_constraints(constraints(hint))
+        return functools.partial(_check_constraints, constraints(hint))
     if origin in UNIONS:
-        return _check_of_union([_check(arg) for arg in args if arg is not type(None)], type(None) in args)
+        # NoneType has no check of its own: it would accept every value.
+        checks = [_check(arg) for arg in args if arg is not type(None)]
+        return functools.partial(_check_union, checks, type(None) in args)
     if origin is Mapping:
-        return _check_of_mapping(*map(_check, args))
+        return functools.partial(_check_mapping, *map(_check, args))
     if origin is tuple:
-        return _check_of_items(_check(args[0])) if args[1:] == (Ellipsis,) else _check_of_tuple([*map(_check, args)])
+        checks = [_check(arg) for arg in args if arg is not Ellipsis]
+        return functools.partial(_check_tuple, checks, Ellipsis in args)
     if isinstance(hint, type) and (issubclass(hint, enum.Enum | str) or attrs.has(hint)):
         return lambda value: () if isinstance(value, hint) else _wrong(f"expected {hint.__name__}, got {value!r}")
     return lambda value: ()
@@ -148,49 +149,29 @@ def _wrong(message: str) -> Sequence[Problem]:
     return [Problem(message=message)]
 
 
-def _check_of_constraints(rules: Sequence[Constraint]) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        return [Problem(message=message) for rule in rules if (message := rule.problem(value)) is not None]
-
-    return check
+def _check_constraints(rules: Sequence[Constraint], value: Any) -> Sequence[Problem]:
+    return [Problem(message=message) for rule in rules if (message := rule.problem(value)) is not None]
 
 
-def _check_of_union(checks: Sequence[Check], optional: bool) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if value is None and optional:
-            return ()
-        wrong_as = [each(value) for each in checks]
-        return wrong_as[0] if all(wrong_as) else ()
-
-    return check
+def _check_union(checks: Sequence[Check], optional: bool, value: Any) -> Sequence[Problem]:
+    if value is None and optional:
+        return ()
+    wrong_as = [check(value) for check in checks]
+    # By the first alternative, the usual form: the problems of all of them would contradict each other.
+    return wrong_as[0] if all(wrong_as) else ()
 
 
-def _check_of_mapping(key: Check, item: Check) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        return [problem for each, of in value.items() for problem in (*key(each), *item(of))]
-
-    return check
+def _check_mapping(key: Check, item: Check, value: Any) -> Sequence[Problem]:
+    return [problem for each, of in value.items() for problem in (*key(each), *item(of))]
 
 
-def _check_of_items(item: Check) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if not isinstance(value, tuple):
-            return _wrong(f"expected a tuple, got {value!r}")
-        return [problem.under((index,)) for index, each in enumerate(value) for problem in item(each)]
-
-    return check
-
-
-def _check_of_tuple(items: Sequence[Check]) -> Check:
-    def check(value: Any) -> Sequence[Problem]:
-        if not isinstance(value, tuple):
-            return _wrong(f"expected a tuple, got {value!r}")
-        if len(value) != len(items):
-            return _wrong(f"expected {len(items)} items, got {len(value)}")
-        typed = zip(items, value, strict=True)
-        return [problem.under((index,)) for index, (item, each) in enumerate(typed) for problem in item(each)]
-
-    return check
+def _check_tuple(items: list[Check], repeated: bool, value: Any) -> Sequence[Problem]:
+    if not isinstance(value, tuple):
+        return _wrong(f"expected a tuple, got {value!r}")
+    if not repeated and len(value) != len(items):
+        return _wrong(f"expected {len(items)} items, got {len(value)}")
+    typed = zip(items * len(value) if repeated else items, value, strict=True)
+    return [problem.under((index,)) for index, (item, each) in enumerate(typed) for problem in item(each)]
 
 
 @functools.cache
@@ -226,13 +207,10 @@ def raise_any(problems: Iterable[Problem]) -> None:
         raise InvalidValue(found)
 
 
-def refuse_duplicates(values: Sequence[Any], message: str, items: str, key: str) -> None:
-    """Raise ``InvalidValue`` with each value that occurs earlier; ``message`` has a place for it.
-
-    Its path is the ``key`` of an item of ``items``.
-    """
+def duplicates(values: Sequence[Any], message: str, items: str, key: str) -> Iterator[Problem]:
+    """Yield each value that occurs earlier, at the ``key`` of its item; ``message`` has a place for it."""
     again = ((index, value) for index, value in enumerate(values) if value in values[:index])
-    raise_any(Problem(path=(items, index, key), message=message.format(value)) for index, value in again)
+    return (Problem(path=(items, index, key), message=message.format(value)) for index, value in again)
 
 
 def field(doc: str, *, key: str | None = None, **options: Any) -> Any:
@@ -254,8 +232,13 @@ def key_of(attribute: attrs.Attribute[Any]) -> str:
 def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen, keyword-only attrs class that enforces the constraints of its types.
 
-    Raises ``InvalidValue`` from the constructor, with the path of the field.
+    Its method ``_problems``, where it has one, yields what is wrong with its fields together. Raises ``InvalidValue``
+    from the constructor, with the path of each field.
     """
+    checked: Any = cls
+    if hasattr(cls, "_problems"):
+        # attrs calls it after the validators: each field is right by itself when fields are compared.
+        checked.__attrs_post_init__ = lambda self: raise_any(self._problems())
     return attrs.frozen(kw_only=True, field_transformer=_enforce)(cls)
 
 
@@ -265,10 +248,7 @@ def replace(instance: T, **changes: Any) -> T:
 
 
 def canonical(value: Any) -> Any:
-    """Return plain data that is equal for equal values. Fields at their default are omitted.
-
-    So a field that a later version adds with a default changes no digest.
-    """
+    """Return plain data that is equal for equal values; without defaults, so that a new field changes no digest."""
     if isinstance(value, enum.Enum):
         return value.name
     if attrs.has(type(value)):
@@ -279,17 +259,20 @@ def canonical(value: Any) -> Any:
     if isinstance(value, tuple):
         return [canonical(item) for item in value]
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # 1.0 equals 1, and is written so by some
+        # 1.0 equals 1, and files have either: both give the same digest.
+        return int(value)
     return value
 
 
 def default_of(attribute: attrs.Attribute[Any]) -> Any:
     """Return the default value of a field, or ``attrs.NOTHING`` where it has none."""
     factory: Callable[[], Any] | None = getattr(attribute.default, "factory", None)
+    # A factory is called: defaults are compared with values, and published.
     return attribute.default if factory is None else factory()
 
 
 def digest(value: Any) -> str:
     """Return ``sha256:...`` of a record: equal records have equal digests, in every process."""
+    # Sorted keys and ASCII: the digest depends neither on the order of fields nor on an encoding.
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -5,20 +5,12 @@ The declarations are data: they are written into the plan, they drive the paddin
 """
 
 import enum
+from collections.abc import Iterator
 from typing import Annotated, Protocol
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphSupport, Role
-from capture_planner.records._base import (
-    ByteCount,
-    Count,
-    Interval,
-    Pattern,
-    field,
-    raise_any,
-    record,
-    refuse_duplicates,
-)
+from capture_planner.records._base import ByteCount, Count, Interval, Pattern, duplicates, field, record
 from capture_planner.records.batch_space import Deployment, max_query_len
 from capture_planner.records.model import DataType, Latent, Model
 
@@ -109,19 +101,19 @@ class MetadataField:
     scale: Annotated[int, Interval(1, 4096)] = field("elements per step of the axis", default=1)
     align: Annotated[int, Interval(1, 4096)] = field("the axis is rounded up to this", default=1)
 
-    def __attrs_post_init__(self) -> None:
-        problems = []
+    def _problems(self) -> Iterator[Problem]:
         if (self.fill is Fill.CONSTANT) != (self.value is not None):
-            problems.append(Problem(path=("value",), message="needed for the fill constant, and only for it"))
+            yield Problem(path=("value",), message="needed for the fill constant, and only for it")
+        # uint8 and bool alone have a smaller range than ``Constant``.
         most = {"uint8": 255, "bool": 1}.get(self.dtype)
         if most is not None and self.value is not None and not 0 <= self.value <= most:
-            problems.append(Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}"))
+            yield Problem(path=("value",), message=f"{self.dtype} holds 0 to {most}, not {self.value}")
+        # Their fill is a value of the step, and is written into a vector of integers.
         counts = self.fill in (Fill.REPEAT_LAST, Fill.REAL_TOTAL)
         if counts and (self.inner is not None or self.dtype not in ("int32", "int64")):
             message = f"{self.fill.value} is for vectors of int32 or int64"
             remedy = "fill tables and other dtypes with a constant"
-            problems.append(Problem(path=("fill",), message=message, remedy=remedy))
-        raise_any(problems)
+            yield Problem(path=("fill",), message=message, remedy=remedy)
 
 
 @record
@@ -130,8 +122,8 @@ class PaddingContract:
 
     fields: tuple[MetadataField, ...] = field("metadata fields", default=())
 
-    def __attrs_post_init__(self) -> None:
-        refuse_duplicates([f.name for f in self.fields], "{!r} is declared twice", "fields", "name")
+    def _problems(self) -> Iterator[Problem]:
+        return duplicates([f.name for f in self.fields], "{!r} is declared twice", "fields", "name")
 
     def __getitem__(self, name: str) -> MetadataField:
         return next(f for f in self.fields if f.name == name)
@@ -183,6 +175,7 @@ class Attention:
         return cls(
             num_layers=layers,
             num_heads=max(((draft and draft.num_heads) or model.num_heads) // tensor, 1),
+            # With more ranks than KV heads, each rank has a copy of one.
             num_kv_heads=max(((draft and draft.num_kv_heads) or model.num_kv_heads) // tensor, 1),
             head_dim=(draft and draft.head_dim) or model.head_dim,
             max_model_len=model.max_model_len,
@@ -191,6 +184,7 @@ class Attention:
             causal=model.causal,
             dtype=model.dtype,
             kv_dtype=model.kv_dtype or model.dtype,
+            # None means ordinary heads here, not the heads of the target as in the fields above.
             latent=draft.latent if draft else model.latent,
             sinks=draft.sinks if draft else model.sinks,
             decode_context=deployment.parallel.decode_context,

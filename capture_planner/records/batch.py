@@ -80,9 +80,11 @@ class Batch:
     @property
     def decode_query_len(self) -> int | None:
         """The tokens of the longest request of a decode, uniform or not; else None, also where they are not known."""
+        # A batch with a query length answers by that alone.
         if self.query_len is not None or self.max_query_len is None or not self.past_prompt:
             return self.uniform_query_len
         longest = self.max_query_len
+        # Other totals contradict the counts: the longest request has that many tokens, and none has more.
         return longest if longest <= self.num_tokens <= self.num_reqs * longest else None
 
 
@@ -134,6 +136,7 @@ class Entry:
     def __attrs_post_init__(self) -> None:
         if self.max_query_len is None:
             return
+        # A PIECEWISE graph has attention outside, so query lengths do not matter to it.
         is_full = self.mode is GraphMode.FULL and self.num_reqs is not None
         if not is_full or self.query_len is not None or self.num_tokens != (self.num_reqs or 0) * self.max_query_len:
             message = "a varying decode graph is FULL, without query_len, and has num_reqs times max_query_len tokens"
@@ -152,7 +155,9 @@ class Entry:
         graph: uniform before varying before any batch, fused chain before single step.
         """
         size = self.num_tokens, self.num_reqs or 0, self.active_loras
+        # 0 for uniform, 1 for varying, 2 for any batch.
         generality = (self.query_len is None) + (self.tokens_each is None)
+        # False sorts before True, so FULL comes first.
         return self.mode is not GraphMode.FULL, *size, generality, self.draft_steps is None
 
     @property
@@ -180,6 +185,7 @@ class Entry:
                 return Rejection.NOT_DECODE if batch.past_prompt else Rejection.PROMPT
             if longest > self.max_query_len:
                 return Rejection.QUERY_LEN
+        # PIECEWISE has no bound on requests: attention runs outside the graph.
         if self.num_reqs is not None and self.num_reqs < batch.num_reqs:
             return Rejection.REQUESTS
         if self.num_tokens < batch.num_tokens:

@@ -42,6 +42,7 @@ class Domain:
     intervals: tuple[tuple[int, int], ...]
     """Inclusive ranges of real counts: ascending, disjoint."""
     step: int = 1
+    # Kept apart from the intervals, because planning bisects them for every size that it tries.
     _firsts: tuple[int, ...] = attrs.field(init=False, repr=False, eq=False)
     _lasts: tuple[int, ...] = attrs.field(init=False, repr=False, eq=False)
 
@@ -81,6 +82,7 @@ class Domain:
 
     def tight(self, limit: int) -> int | None:
         """Return the largest useful size up to ``limit``: one that some count needs exactly."""
+        # From a multiple of the step, so that rounding up does not exceed the limit.
         count = self.upto_count(limit // self.step * self.step)
         return None if count is None else self.round_up(count)
 
@@ -143,27 +145,29 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
     limits, slots = deployment.limits, extra_slots(deployment)
     is_decode = role is Role.DRAFT_DECODE
     varying = () if deployment.speculative is None else deployment.speculative.varying_decodes
+    # Parallel drafting and several MTP modules make all drafts in the prefill.
     if is_decode and deployment.speculative is not None and not deployment.speculative.is_chain:
         return ()
+    # With one draft, which the prefill makes, no draft decode follows.
     tiers = (tier for tier in decode_tiers(deployment) if tier[2] >= 2 or not is_decode)
     families = []
     for k, alike in sorted(grouped(tiers, lambda tier: tier[2]).items()):
         query_len, draft_steps = (1, k - 1) if is_decode else (1 + k + slots * role.is_drafter, None)
+        # Ranges with the same k are one family, whose counts may have gaps.
         intervals = tuple((first, last) for first, last, _ in alike)
         domain = Domain(intervals, request_step(query_len, deployment.parallel))
+        # The first draft pass has the same requests with more rows, and must hold them too.
         domain = domain.clipped(limits.max_num_tokens // (1 if is_decode else 1 + k + slots))
         if domain:
+            # Without drafts every request has one token.
             varies = k > 0 and role in varying
-            family = DecodeFamily(query_len=query_len, varies=varies, draft_steps=draft_steps, requests=domain)
-            families.append(family)
+            families.append(DecodeFamily(query_len=query_len, varies=varies, draft_steps=draft_steps, requests=domain))
     return tuple(families)
 
 
 def max_query_len(role: Role, deployment: Deployment) -> int:
     """Return the longest uniform query of a role: 1 + the largest k that is scheduled, with its slots, or 1."""
-    if role is Role.DRAFT_DECODE:
-        return 1
-    return 1 + max(k for *_, k in decode_tiers(deployment)) + extra_slots(deployment) * role.is_drafter
+    return max(query_len_of(role, deployment, first) for first, *_ in decode_tiers(deployment))
 
 
 def query_len_of(role: Role, deployment: Deployment, num_reqs: int) -> int:
@@ -203,6 +207,7 @@ def token_step(parallel: Parallel) -> int:
 
 def request_step(query_len: int, parallel: Parallel) -> int:
     """Return what padded requests must be a multiple of, so that padded tokens are aligned."""
+    # The fewest requests whose tokens are a multiple of the step.
     step = token_step(parallel)
     return step // math.gcd(step, query_len)
 
@@ -250,6 +255,7 @@ def batches(
     for loras in range(min(most_loras(role, deployment), deployment.limits.max_num_reqs) + 1):
         for family in decodes:
             query_len = family.query_len
+            # ``upto`` counts tokens, and a family requests.
             for num_reqs, last in family.requests.counts(loras, None if upto is None else upto // query_len):
                 yield Batch.decode(role, num_reqs, query_len, loras), last
         for num_tokens, last in mixed_tokens(role, deployment).counts(loras, upto):
@@ -268,6 +274,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return inclusive ranges in ascending order, those that touch as one."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
+        # 1 to 3 and 4 to 6 have no count between them.
         if joined and first <= joined[-1][1] + 1:
             joined[-1] = joined[-1][0], max(joined[-1][1], last)
         else:
@@ -291,6 +298,7 @@ def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> i
     """Return how many draft decodes the schedule runs for this many requests; None for other roles."""
     if role is not Role.DRAFT_DECODE or speculative is None:
         return None
+    # The draft prefill makes the first draft.
     return max(speculative.draft_tokens(num_reqs) - 1, 0) if speculative.is_chain else 0
 
 
@@ -299,6 +307,7 @@ def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
     uniform, longest = batch.uniform_query_len, batch.decode_query_len
     scheduled = any(
         batch.num_reqs in f.requests
+        # A varying family has uniform decodes too, of any length up to its own.
         and (longest is not None and longest <= f.query_len if f.varies else f.query_len == uniform)
         for f in families
     )
@@ -316,4 +325,5 @@ def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[Decod
         and 0 <= batch.active_loras <= min(most_loras(batch.role, deployment), batch.num_reqs)
     ):
         return False
+    # Draft decodes have no mixed batches.
     return batch.role is not Role.DRAFT_DECODE or kind_of(batch, families) is Kind.DECODE

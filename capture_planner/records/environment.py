@@ -3,10 +3,10 @@
 import enum
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.records._base import ByteCount, Count, Name, Pattern, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
@@ -31,10 +31,11 @@ class Device:
     memory: ByteCount = field("memory of one device, as in 80GiB")
     multiprocessors: Count | None = field("streaming multiprocessors", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        missing = [n for n in ("capability", "multiprocessors") if getattr(self, n) is None]
-        if self.kind is DeviceKind.CUDA and missing:
-            raise InvalidValue(Problem(path=(name,), message="required for a cuda device") for name in missing)
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("capability", "multiprocessors"):
+            # Backends answer by both: what a GPU supports, and how much workspace it needs.
+            if self.kind is DeviceKind.CUDA and getattr(self, name) is None:
+                yield Problem(path=(name,), message="required for a cuda device")
 
     @property
     def sm(self) -> tuple[int, int]:
@@ -66,5 +67,6 @@ class Environment:
         text = self.packages.get(name)
         if text is None:
             return None
+        # "2.13.0+cu130" and "2.13.0rc1" are (2, 13, 0); a part that begins with a letter ends the version.
         leading = (re.sub(r"[^0-9].*", "", part) for part in text.split("."))
         return tuple(map(int, itertools.takewhile(bool, leading)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import NonNegative, Pattern, Tally, field, raise_any, record
+from capture_planner.records._base import NonNegative, Pattern, Tally, field, record
 
 LONGEST = 160
 """Characters of a kernel's name that are kept; a digest stands for the rest."""
@@ -39,6 +39,7 @@ class Fingerprint:
     def of_pieces(cls, pieces: Sequence[Fingerprint]) -> Fingerprint:
         """Return the fingerprint of a graph in pieces."""
         kernels = sum((Counter(piece.kernels) for piece in pieces), Counter[str]())
+        # A FULL graph is one piece, and its topology stays as it is.
         topology = pieces[0].topology if len(pieces) == 1 else digest_of(*(piece.topology for piece in pieces))
         return cls(nodes=sum(piece.nodes for piece in pieces), kernels=dict(sorted(kernels.items())), topology=topology)
 
@@ -50,6 +51,7 @@ def digest_of(*parts: object) -> str:
 
 def kernel_name(name: str) -> str:
     """Return the name of a kernel, cut where it is long: those of templates have thousands of characters."""
+    # Long names may differ only near their end, so a digest of the whole name follows.
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 18]}..{digest_of(name)}"
 
 
@@ -79,17 +81,12 @@ class Fingerprints:
     kernels: tuple[str, ...] = field("names of kernels", default=())
     graphs: tuple[GraphFingerprint, ...] = field("a fingerprint of each graph that was captured")
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(
-                path=("graphs", index, "kernels"),
-                message=f"kernel {kernel}, and there are {len(self.kernels)} names",
-                remedy="names count from 0",
-            )
-            for index, graph in enumerate(self.graphs)
-            for kernel in graph.counts
-            if kernel >= len(self.kernels)
-        )
+    def _problems(self) -> Iterator[Problem]:
+        for index, graph in enumerate(self.graphs):
+            for kernel in graph.counts:
+                if kernel >= len(self.kernels):
+                    message = f"kernel {kernel}, and there are {len(self.kernels)} names"
+                    yield Problem(path=("graphs", index, "kernels"), message=message, remedy="names count from 0")
 
     @classmethod
     def of(cls, found: Mapping[tuple[Role, int], Fingerprint], *, torch: str, device: str) -> Fingerprints:
@@ -110,8 +107,10 @@ class Fingerprints:
 
     def updated(self, found: Fingerprints) -> Fingerprints:
         """Return these with what a later run found; on another device or torch, only what it found."""
+        # Another device or torch has other kernels, so what was found before does not apply.
         if (self.torch, self.device) != (found.torch, found.device):
             return found
+        # A graph that this run did not capture keeps its fingerprint.
         return Fingerprints.of(self.by_graph() | found.by_graph(), torch=self.torch, device=self.device)
 
     def by_graph(self) -> dict[tuple[Role, int], Fingerprint]:

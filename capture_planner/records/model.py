@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated
 
-from capture_planner.errors import InvalidValue, Problem
+from capture_planner.errors import Problem
 from capture_planner.modes import Chain, Role
-from capture_planner.records._base import Count, Interval, Name, Path, Pattern, Share, field, raise_any, record
+from capture_planner.records._base import Count, Interval, Name, Path, Pattern, Share, field, record
 from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
@@ -49,11 +49,6 @@ class ScheduleSource(enum.Enum):
     """The planner chooses it, from traffic and a profile (``planning.measured``)."""
 
 
-def refuse(*path: str | int, message: str, remedy: str = "") -> InvalidValue:
-    """Return the error of one problem, for a record to raise about itself."""
-    return InvalidValue([Problem(path=path, message=message, remedy=remedy)])
-
-
 @record
 class Latent:
     """Multi-head latent attention: the KV cache holds one latent vector a token."""
@@ -79,6 +74,7 @@ def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spre
         yield Problem(path=grouped, message=message, remedy="each KV head serves the same number of query heads")
     if heads % tensor:
         yield Problem(path=spread, message=f"{heads} query heads do not divide over {tensor} ranks")
+    # Fewer KV heads than ranks are repeated, each on the same number of ranks.
     if kv_heads % tensor and tensor % kv_heads:
         message = f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly"
         yield Problem(path=spread, message=message)
@@ -105,12 +101,12 @@ class Model:
     embeddings: bool = field("graphs take embeddings in place of token ids", default=False)
     recurrent: Recurrent | None = field("layers with a state per request; None: all layers attend", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        problems = list(head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=()))
+    def _problems(self) -> Iterator[Problem]:
+        # One rank: the spec has the number of ranks, and checks how heads divide over them.
+        yield from head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=())
         if self.attention_layers < 1:
             message = f"{self.num_layers - self.attention_layers} of {self.num_layers} layers, and one at least attends"
-            problems.append(Problem(path=("recurrent", "layers"), message=message))
-        raise_any(problems)
+            yield Problem(path=("recurrent", "layers"), message=message)
 
     @property
     def attention_layers(self) -> int:
@@ -135,10 +131,6 @@ class DraftModel:
 
 
 _NO_DRAFTS = "to draft nothing, leave speculative out, or give batch sizes 0 in its schedule"
-
-
-def _in_role_order(roles: tuple[Role, ...]) -> tuple[Role, ...]:
-    return tuple(sorted(roles, key=list(Role).index))
 
 
 @record
@@ -182,62 +174,66 @@ class Speculative:
         "target, or target and draft_prefill: roles whose decodes have 1 to 1 + k tokens of each request in one graph; "
         "empty: every request has 1 + k",
         default=(),
-        converter=_in_role_order,
+        converter=lambda roles: tuple(sorted(roles, key=list(Role).index)),
     )
 
-    def __attrs_post_init__(self) -> None:
-        self._check_acceptance()
-        self._check_varying()
+    def _problems(self) -> Iterator[Problem]:
+        for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
+            if share > before:
+                message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
+                remedy = "give the share of steps in which this draft and all before it are accepted"
+                yield Problem(path=("acceptance", index), message=message, remedy=remedy)
+        # A measured schedule weighs every k up to num_tokens.
+        if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
+            message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
+            remedy = "give a share for each position, or lower num_tokens"
+            yield Problem(path=("acceptance",), message=message, remedy=remedy)
+        yield from self._varying_problems()
+        # An MTP module reads what the one before it drafted.
         if self.parallel_drafting and self.method is Method.MTP:
             message = "mtp modules draft one token each, after one another"
-            raise refuse("parallel_drafting", message=message, remedy="leave it out, or use eagle3 or draft_model")
+            remedy = "leave it out, or use eagle3 or draft_model"
+            yield Problem(path=("parallel_drafting",), message=message, remedy=remedy)
         if len(self.ranges) > MAX_TIERS:
-            raise refuse("schedule", message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
+            yield Problem(path=("schedule",), message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
         previous = 0
         for index, (first, last, _) in enumerate(self.ranges):
             if first > last:
-                raise refuse("schedule", index, message=f"the range {first} to {last} is empty")
-            if first <= previous:
+                yield Problem(path=("schedule", index), message=f"the range {first} to {last} is empty")
+            elif first <= previous:
                 message = f"starts at {first}, but the range before it ends at {previous}"
                 remedy = "list the ranges by batch size, without overlap"
-                raise refuse("schedule", index, message=message, remedy=remedy)
-            if index == 0 and first != 1:
+                yield Problem(path=("schedule", index), message=message, remedy=remedy)
+            # Only the first range has to begin at once: later gaps carry the k before them forward.
+            elif index == 0 and first != 1:
                 message = f"the first range must start at 1, got {first}"
                 remedy = "every batch size needs a number of draft tokens"
-                raise refuse("schedule", index, message=message, remedy=remedy)
+                yield Problem(path=("schedule", index), message=message, remedy=remedy)
             previous = last
 
     def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
         """Yield what is wrong with the drafter's heads, on as many tensor-parallel ranks as the target."""
         own, path = self.model, ("speculative", "model")
-        if own.num_heads is not None or own.num_kv_heads is not None:  # else the target's, with the target's problems
+        # A drafter without heads of its own has the target's, which are checked with the target.
+        if own.num_heads is not None or own.num_kv_heads is not None:
             heads, kv_heads = own.num_heads or target.num_heads, own.num_kv_heads or target.num_kv_heads
+            # The problem is at a number that the file states.
             place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
             yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
 
-    def _check_acceptance(self) -> None:
-        for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
-            if share > before:
-                message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
-                remedy = "give the share of steps in which this draft and all before it are accepted"
-                raise refuse("acceptance", index, message=message, remedy=remedy)
-        if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
-            message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
-            raise refuse("acceptance", message=message, remedy="give a share for each position, or lower num_tokens")
-
-    def _check_varying(self) -> None:
-        roles = self.varying_decodes
+    def _varying_problems(self) -> Iterator[Problem]:
+        roles, path = self.varying_decodes, ("varying_decodes",)
         if len(set(roles)) < len(roles):
-            raise refuse("varying_decodes", message="a role is listed twice", remedy="list it once")
+            yield Problem(path=path, message="a role is listed twice", remedy="list it once")
         if Role.DRAFT_DECODE in roles:
             message = "draft decodes have one token of each request"
-            raise refuse("varying_decodes", message=message, remedy="leave draft_decode out")
+            yield Problem(path=path, message=message, remedy="leave draft_decode out")
         if roles and Role.TARGET not in roles:
             message = "the draft prefill follows the target's batch, whose decodes do not vary"
-            raise refuse("varying_decodes", message=message, remedy="add target")
+            yield Problem(path=path, message=message, remedy="add target")
         if roles and self.is_measured:
             message = "a profile has no times of varying decodes to choose a schedule by"
-            raise refuse("varying_decodes", message=message, remedy="leave it out, or list the ranges of the schedule")
+            yield Problem(path=path, message=message, remedy="leave it out, or list the ranges of the schedule")
 
     @property
     def is_modules(self) -> bool:
@@ -281,8 +277,10 @@ class Speculative:
 
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
+        # Ranges above max_num_reqs are of batches that never run.
         bounds = [tier for tier in self.ranges if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
         clamped = ((first, min(k, self.num_tokens)) for first, _, k in bounds)
+        # Ranges that the bound num_tokens makes equal are one.
         starts = [next(alike) for _, alike in itertools.groupby(clamped, key=lambda start: start[1])]
         ends = [first - 1 for first, _ in starts[1:]] + [max_num_reqs]
         return tuple((first, last, k) for (first, k), last in zip(starts, ends, strict=True))
@@ -292,4 +290,5 @@ class Speculative:
         if not self.ranges:
             return self.num_tokens
         index = bisect.bisect_right(self.ranges, num_reqs, key=lambda tier: tier[0]) - 1
+        # A schedule begins at 1, so the index is negative only for a batch without requests.
         return min(self.ranges[max(index, 0)][2], self.num_tokens)

@@ -13,18 +13,7 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records._base import (
-    Amount,
-    Count,
-    Name,
-    NonNegative,
-    Pattern,
-    Tally,
-    field,
-    raise_any,
-    record,
-    refuse_duplicates,
-)
+from capture_planner.records._base import Amount, Count, Name, NonNegative, Pattern, Tally, duplicates, field, record
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.model import Speculative
 from capture_planner.records.plan import Decision, Digest
@@ -139,6 +128,7 @@ def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ..
         return (
             *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
             count.intervals,
+            # None does not compare with numbers.
             *(-1 if number is None else number for number in numbers),
             count.reason or "",
         )
@@ -163,14 +153,10 @@ class ObservedVector:
     graph: Tally | None = field("index of the graph that the observed rank ran; omitted where eager", default=None)
     reason: Reason | None = field("reason for no graph", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        names = ("num_reqs", "num_tokens", "query_len", "past_prompt", "modes")
-        lengths = {name: len(getattr(self, name)) for name in names}
-        raise_any(
-            Problem(path=(name,), message=f"{length} ranks, and num_reqs has {lengths['num_reqs']}")
-            for name, length in lengths.items()
-            if length != lengths["num_reqs"]
-        )
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("num_tokens", "query_len", "past_prompt", "modes"):
+            if (length := len(getattr(self, name))) != self.num_ranks:
+                yield Problem(path=(name,), message=f"{length} ranks, and num_reqs has {self.num_ranks}")
 
     @property
     def num_ranks(self) -> int:
@@ -191,6 +177,7 @@ class ObservedVector:
 
 
 def _most_frequent_vectors(vectors: tuple[ObservedVector, ...]) -> tuple[ObservedVector, ...]:
+    # The text decides last: query lengths may be None, which does not compare with numbers.
     return tuple(sorted(vectors, key=lambda each: (-each.steps, each.num_reqs, each.num_tokens, str(each))))
 
 
@@ -243,16 +230,14 @@ class ObservedRole:
     )
     other_vectors: Tally = field("steps of vectors that are not listed", default=0)
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(self._dangling())
-
-    def _dangling(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         """Yield each answer and each batch that names no graph of the role, or not exactly one of graph and reason."""
         for key, items in (("answers", self.answers), ("batches", self.batches), ("vectors", self.vectors)):
             for item in items:
                 if item.graph is not None and not 0 <= item.graph < len(self.graphs):
                     message = f"graph {item.graph}, and the role has {len(self.graphs)}"
                     yield Problem(path=(key,), message=message, remedy="graphs count from 0, in capture order")
+                # A graph and a reason contradict each other; without both, nothing says why the batch ran eager.
                 elif (item.graph is None) is (item.reason is None):
                     yield Problem(path=(key,), message="needs either a graph or a reason for none")
 
@@ -309,8 +294,8 @@ class Observation:
     idle_steps: Tally = field("steps in which the rank had no work and ran a dummy batch along", default=0)
     notes: tuple[str, ...] = field("further facts, in sentences", default=())
 
-    def __attrs_post_init__(self) -> None:
-        refuse_duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
+    def _problems(self) -> Iterator[Problem]:
+        return duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
 
     def kv_tokens(self, mib: float) -> int | None:
         """Return how many tokens of the KV cache so many MiB of one device would hold; None where that is not known."""

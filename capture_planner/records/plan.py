@@ -7,7 +7,7 @@ Nothing downstream decides again.
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from capture_planner.errors import DispatchError, InvalidValue, Problem
+from capture_planner.errors import DispatchError, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
     Amount,
@@ -17,10 +17,9 @@ from capture_planner.records._base import (
     NonNegative,
     Pattern,
     digest,
+    duplicates,
     field,
-    raise_any,
     record,
-    refuse_duplicates,
     replace,
 )
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
@@ -162,8 +161,10 @@ class StatePool:
         recurrent = spec.model.recurrent
         if recurrent is None:
             return None
+        # Sizes may be rounded up beyond max_num_reqs, and each padded request needs a row (vllm#34094).
         rows = 1 + max(spec.limits.max_num_reqs, *(entry.num_reqs or 0 for role in roles for entry in role.entries), 0)
         positions = 1 + (speculative.num_tokens if speculative else 0)
+        # Ranks share the state of a layer; a remainder takes its room on each.
         size = rows * positions * recurrent.layers * -(-recurrent.state // spec.parallel.tensor)
         return cls(rows=rows, positions=positions, size=size)
 
@@ -231,27 +232,27 @@ class Plan:
         :param speculative: the spec's, with the schedule that was chosen for it; None: as in the spec.
         """
         stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
+        # A measured schedule is part of the decision: the plan has its ranges.
         stated["speculative"] = speculative or spec.speculative
         states = StatePool.of(spec, roles, stated["speculative"])
         return cls(
             spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, states=states, **stated
         )
 
-    def __attrs_post_init__(self) -> None:
-        refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
+    def _problems(self) -> Iterator[Problem]:
+        yield from duplicates(self.planned, "the role {} is planned twice", "roles", "role")
         if self.speculative is not None:
-            raise_any(self.speculative.head_problems(self.model, self.parallel.tensor))
+            yield from self.speculative.head_problems(self.model, self.parallel.tensor)
+        # Nothing downstream decides again, so the ranges have to be here.
         if self.speculative is not None and self.speculative.is_measured:
-            problem = Problem(
-                path=("speculative", "schedule"),
-                message="a plan has the ranges of its schedule, got measured",
-                remedy="plan the spec again, with its traffic and profile",
-            )
-            raise InvalidValue([problem])
+            message = "a plan has the ranges of its schedule, got measured"
+            remedy = "plan the spec again, with its traffic and profile"
+            yield Problem(path=("speculative", "schedule"), message=message, remedy=remedy)
         if self.capture.policy is CapturePolicy.START:
             message, remedy = "graphs on first use, and capture.policy is start", "set capture to lazy, with its budget"
-            lazy = (index for index, role in enumerate(self.roles) if role.lazy)
-            raise_any(Problem(path=("roles", index, "lazy"), message=message, remedy=remedy) for index in lazy)
+            for index, role in enumerate(self.roles):
+                if role.lazy:
+                    yield Problem(path=("roles", index, "lazy"), message=message, remedy=remedy)
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
@@ -267,6 +268,7 @@ class Plan:
         """
         if self.forecast is None:
             return self.budget.allowed_graphs()
+        # The budget divides memory and time by a fixed cost of each graph, which the forecast replaces.
         return replace(self.budget, memory=None, seconds=None).allowed_graphs()
 
     def fingerprinted(self) -> Iterator[tuple[tuple[Role, Entry], Fingerprint]]:
@@ -281,6 +283,7 @@ class Plan:
     def is_steady(self) -> bool:
         """Whether no step takes longer than the bound of measured sizes allows; True of other sizes."""
         forecast = self.forecast
+        # Figures of a forecast are rounded to six digits.
         return forecast is None or forecast.slowdown <= forecast.max_slowdown * (1 + 1e-5)
 
     @property
@@ -290,10 +293,12 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a line for each role, instead of all graphs."""
-        from html import escape  # every start would import a table of all entities
+        # Not at the top: it imports a table of all entities, which every start would pay for.
+        from html import escape
 
         lines = [f"{self.model.name} on {self.environment.name}: {self.num_graphs} graphs"]
         lines += [f"  {role.role.value}: {role.mode.value}, {len(role.entries)} graphs" for role in self.roles]
+        # An f-string of Python 3.11 takes no backslash.
         return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
     @property

@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import Amount, Count, Name, Positive, field, raise_any, record, refuse_duplicates
+from capture_planner.records._base import Amount, Count, Name, Positive, duplicates, field, record
 from capture_planner.records.environment import Device, Version, by_name
 from capture_planner.records.model import Model, Speculative
 from capture_planner.records.observation import Moment
@@ -30,12 +30,10 @@ class CostCurve:
     tokens: tuple[Count, ...] = field("measured sizes, in tokens, ascending")
     milliseconds: tuple[Positive, ...] = field("median time of a pass at each size")
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(self._wrong())
-
-    def _wrong(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         if self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
             yield Problem(path=("mode",), message=f"a pass runs PIECEWISE, FULL or NONE, not {self.mode.value}")
+        # Costs are looked up by bisection.
         if not self.tokens or list(self.tokens) != sorted(set(self.tokens)):
             yield Problem(path=("tokens",), message="expected sizes in ascending order, each once")
         if len(self.tokens) != len(self.milliseconds):
@@ -142,10 +140,10 @@ class Profile:
     spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
     notes: tuple[str, ...] = field("sentences about figures that could not be measured", default=())
 
-    def __attrs_post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
-            refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
-        refuse_duplicates([each.key for each in self.overheads], "{} is listed twice", "overheads", "mode")
+            yield from duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
+        yield from duplicates([each.key for each in self.overheads], "{} is listed twice", "overheads", "mode")
 
     def overhead(self, mode: GraphMode, query_len: int | None) -> float:
         """Return the milliseconds of a step besides its passes, apart from those for each request.
@@ -160,6 +158,7 @@ class Profile:
         if (mode, query_len) in known:
             return known[mode, query_len]
         order = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+        # The host does at least as much in a slower mode: the next faster one is a lower bound.
         for slower in order[order.index(mode) :]:
             alike = [milliseconds for (other, _), milliseconds in known.items() if other is slower]
             if alike:
@@ -180,6 +179,7 @@ class Profile:
         :param target: milliseconds of the target's pass, with what its mode adds to the base overhead (``Costs``).
         :param drafting: the passes of each of the drafter's roles.
         """
+        # A graph runs without the host, an eager pass is its work.
         graphs = sum((each.milliseconds for each in drafting if not each.is_eager), 0.0)
         eager = sum((each.milliseconds for each in drafting if each.is_eager), 0.0)
         apart = self.base_overhead + self.step_milliseconds_per_request * num_reqs

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records._base import Amount, Count, Interval, Name, Share, field, raise_any, record
+from capture_planner.records._base import Amount, Count, Interval, Name, Share, field, record
 
 MAX_PROMISED = 256
 """Most rows of one side of a promise: neighbours of one kind and mode are merged beyond it."""
@@ -33,10 +33,7 @@ class PromisedSteps:
     milliseconds: Amount = field("mean time of a step")
     share: Share = field("share of the role's steps, in the traffic that the plan was judged on")
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(self._wrong())
-
-    def _wrong(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         if self.last < self.first:
             yield Problem(path=("last",), message=f"must be at least first, {self.first}, got {self.last}")
         if self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
@@ -51,9 +48,9 @@ class ExpectedSteps:
     error_ms: Amount = field("standard error of that mean, from the costs, in milliseconds")
     rows: tuple[PromisedSteps, ...] = field("the same by role and shape", default=())
 
-    def __attrs_post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         if len(self.rows) > MAX_PROMISED:
-            raise_any([Problem(path=("rows",), message=f"{len(self.rows)} rows, more than {MAX_PROMISED}")])
+            yield Problem(path=("rows",), message=f"{len(self.rows)} rows, more than {MAX_PROMISED}")
 
 
 @record
@@ -68,4 +65,5 @@ class Promise:
     @property
     def gain(self) -> float:
         """The share of the mean step that the plan was expected to save."""
+        # Without steps the mean is 0.
         return 1 - self.after.mean_step_ms / self.before.mean_step_ms if self.before.mean_step_ms else 0.0

@@ -6,18 +6,7 @@ from typing import Annotated
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import (
-    ByteCount,
-    Count,
-    Interval,
-    Name,
-    Pattern,
-    Positive,
-    field,
-    raise_any,
-    record,
-    refuse_duplicates,
-)
+from capture_planner.records._base import ByteCount, Count, Interval, Name, Pattern, Positive, duplicates, field, record
 from capture_planner.records.batch import Kind
 from capture_planner.records.model import Method, Model, Speculative, head_problems
 from capture_planner.records.text import counted, format_bytes
@@ -99,29 +88,23 @@ class Sizes:
         "or the worst regret; None: mean",
         default=None,
     )
-
     max_slowdown: Positive | None = field(
         "measured: by how much longer a step may take than on a graph of its own size, whatever the traffic, as a "
         "share; None: 0.15",
         default=None,
     )
 
-    def __attrs_post_init__(self) -> None:
-        problems = [
-            Problem(
-                path=(option,),
-                message=f"the policy {self.policy.value} takes no {option}",
-                remedy="only " + " and ".join(sorted(p.value for p in policies)) + " does",
-            )
-            for option, policies in _OPTIONS.items()
-            if getattr(self, option) is not None and self.policy not in policies
-        ]
+    def _problems(self) -> Iterator[Problem]:
+        # An option of another policy would have no effect.
+        for option, policies in _OPTIONS.items():
+            if getattr(self, option) is not None and self.policy not in policies:
+                message = f"the policy {self.policy.value} takes no {option}"
+                remedy = f"only {' and '.join(sorted(policy.value for policy in policies))} does"
+                yield Problem(path=(option,), message=message, remedy=remedy)
         if self.policy is Policy.MINIMAX and self.graphs is None:
-            problems.append(Problem(path=("graphs",), message="the policy minimax needs a number of graphs"))
+            yield Problem(path=("graphs",), message="the policy minimax needs a number of graphs")
         if self.policy is Policy.EXPLICIT and not (self.num_tokens or self.num_reqs):
-            remedy = "give num_tokens, num_reqs or both"
-            problems.append(Problem(message="the policy explicit needs sizes", remedy=remedy))
-        raise_any(problems)
+            yield Problem(message="the policy explicit needs sizes", remedy="give num_tokens, num_reqs or both")
 
 
 @record
@@ -143,8 +126,8 @@ class RoleSpec:
     sizes: Sizes | None = field("capture sizes; None: the spec's", default=None)
     groups: tuple[GroupSpec, ...] = field("attention groups; empty: one, of all layers", default=())
 
-    def __attrs_post_init__(self) -> None:
-        refuse_duplicates([group.name for group in self.groups], "a second group is named {!r}", "groups", "name")
+    def _problems(self) -> Iterator[Problem]:
+        return duplicates([group.name for group in self.groups], "a second group is named {!r}", "groups", "name")
 
 
 @record
@@ -189,6 +172,7 @@ class Lora:
 
     def cases(self) -> tuple[int, ...]:
         """Return the adapter counts to plan for, ascending, 0 included."""
+        # Requests without an adapter count as one more (vLLM 0.33).
         top = self.max_active + 1
         if not self.specialize:
             return (0, top)
@@ -210,12 +194,10 @@ class KindGraphs:
     decode: Positive | None = field("most graphs of uniform decodes, over all roles; None: no bound", default=None)
     mixed: Positive | None = field("most graphs of mixed batches, over all roles; None: no bound", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(
-            Problem(path=(kind,), message=f"{amount} is neither a whole number nor a share below 1")
-            for kind, amount in (("decode", self.decode), ("mixed", self.mixed))
-            if amount is not None and amount >= 1 and amount != int(amount)
-        )
+    def _problems(self) -> Iterator[Problem]:
+        for kind, amount in (("decode", self.decode), ("mixed", self.mixed)):
+            if amount is not None and amount >= 1 and amount != int(amount):
+                yield Problem(path=(kind,), message=f"{amount} is neither a whole number nor a share below 1")
 
 
 @record
@@ -229,19 +211,20 @@ class Budget:
     memory_per_graph: ByteCount = field("memory of one graph (reports: 7 to 25 MiB)", default=25 << 20)
     seconds_per_graph: Positive = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
 
-    def __attrs_post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         shares = [share for share in (self.graphs.decode, self.graphs.mixed) if share is not None and share < 1]
         if shares and self.max_graphs is None:
             remedy = "give max_graphs too, or numbers of graphs"
-            raise_any([Problem(path=("graphs",), message="a share needs max_graphs", remedy=remedy)])
+            yield Problem(path=("graphs",), message="a share needs max_graphs", remedy=remedy)
         if sum(shares) > 1:
-            raise_any([Problem(path=("graphs",), message=f"the shares sum to {sum(shares):g}, more than 1")])
+            yield Problem(path=("graphs",), message=f"the shares sum to {sum(shares):g}, more than 1")
 
     def allowed_of(self, kind: Kind) -> int | None:
         """Return the most graphs of one kind of batch, or None without a bound; a share is rounded down."""
         amount: float | None = getattr(self.graphs, kind.value)
         if amount is None or amount >= 1:
             return None if amount is None else int(amount)
+        # 0.29 of 100 is 28.999999999999996 as a float.
         return int((self.max_graphs or 0) * amount + 1e-9)
 
     def allowed_graphs(self) -> tuple[int, str] | None:
@@ -254,10 +237,12 @@ class Budget:
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
         if self.memory is not None:
+            # memory_per_graph may be 0: graphs that cost nothing.
             graphs = self.memory // max(self.memory_per_graph, 1)
             each = format_bytes(self.memory_per_graph)
             bounds.append((graphs, f"memory {format_bytes(self.memory)} at {each} a graph"))
         if self.seconds is not None:
+            # A tiny seconds_per_graph makes the quotient infinite, which int refuses.
             graphs = int(min(self.seconds / self.seconds_per_graph, 1e9) + 1e-9)
             bounds.append((graphs, f"seconds {self.seconds:g} at {self.seconds_per_graph:g} s a graph"))
         return tuple(bounds)
@@ -286,16 +271,14 @@ class CaptureTiming:
     )
     seconds_per_minute: Positive | None = field("lazy: time of a minute in which graphs may be captured", default=None)
 
-    def __attrs_post_init__(self) -> None:
-        budget = {"memory": self.memory, "seconds_per_minute": self.seconds_per_minute}
+    def _problems(self) -> Iterator[Problem]:
         lazy = self.policy is CapturePolicy.LAZY
-        raise_any(
-            Problem(path=(name,), message="lazy capture needs a budget", remedy=LAZY_EXAMPLE)
-            if lazy
-            else Problem(path=(name,), message=f"the policy start takes no {name}", remedy="only lazy does")
-            for name, given in budget.items()
-            if (given is None) is lazy
-        )
+        for name, given in (("memory", self.memory), ("seconds_per_minute", self.seconds_per_minute)):
+            # Captures between steps delay requests, so lazy capture never goes without bounds.
+            if given is None and lazy:
+                yield Problem(path=(name,), message="lazy capture needs a budget", remedy=LAZY_EXAMPLE)
+            elif given is not None and not lazy:
+                yield Problem(path=(name,), message=f"the policy start takes no {name}", remedy="only lazy does")
 
 
 @record
@@ -318,44 +301,44 @@ class Spec:
     capture: CaptureTiming = field("time of captures; a word is the policy", factory=CaptureTiming)
     ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
 
-    def __attrs_post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         tensor, heads, kv_heads = self.parallel.tensor, self.model.num_heads, self.model.num_kv_heads
-        problems = list(head_problems(heads, kv_heads, tensor, grouped=(), spread=("parallel", "tensor")))
+        # The model has checked its heads among themselves.
+        yield from head_problems(heads, kv_heads, tensor, grouped=(), spread=("parallel", "tensor"))
         if self.speculative is not None:
-            problems += self.speculative.head_problems(self.model, tensor)
-            problems += self._draft_pass_problems(self.speculative)
+            yield from self.speculative.head_problems(self.model, tensor)
+            yield from self._draft_pass_problems(self.speculative)
             if self.speculative.varying_decodes and self.sizes.policy is Policy.MEASURED:
                 message = "a profile has no times of varying decodes to choose sizes by"
                 remedy = "choose sizes by another policy, or leave it out"
-                problems.append(Problem(path=("speculative", "varying_decodes"), message=message, remedy=remedy))
-        problems += [
-            Problem(
-                path=("roles", role.value),
-                message="the spec has no speculative decoding, so this role never runs"
-                if self.speculative is None
-                else "all drafts are made in the draft prefill, so this role never runs",
-                remedy="add speculative or remove this" if self.speculative is None else "remove this",
-            )
-            for role in Role
-            if role not in self.active_roles and self.roles.of(role) != RoleSpec()
-        ]
-        problems += self._half_measured()
+                yield Problem(path=("speculative", "varying_decodes"), message=message, remedy=remedy)
+        for role in Role:
+            # What a spec says of a role that never runs would be ignored.
+            if role not in self.active_roles and self.roles.of(role) != RoleSpec():
+                if self.speculative is None:
+                    reason, remedy = "the spec has no speculative decoding", "add speculative or remove this"
+                else:
+                    reason, remedy = "all drafts are made in the draft prefill", "remove this"
+                yield Problem(path=("roles", role.value), message=f"{reason}, so this role never runs", remedy=remedy)
+        yield from self._half_measured()
         for role in Role:
             groups = self.roles.of(role).groups
             grouped, layers = sum(group.layers for group in groups), self.num_layers(role)
+            # A layer outside all groups would have no backend.
             if groups and grouped != layers:
                 of_model = f"{layers} that attend" if self.model.recurrent else str(layers)
                 message = f"the groups have {grouped} layers, the model {of_model}"
-                problems.append(Problem(path=("roles", role.value, "groups"), message=message))
-        raise_any(problems)
+                yield Problem(path=("roles", role.value, "groups"), message=message)
 
     def _draft_pass_problems(self, speculative: Speculative) -> Iterator[Problem]:
         """Yield what the first draft pass is in the way of: its room in a batch, and its vocabulary."""
         slots, most = speculative.extra_slots, self.limits.max_num_tokens
+        # One request has a token of the target and its slots.
         if most <= slots:
             message = f"{most} tokens hold no request: its first draft pass has {counted(slots, 'row')} more than it"
             yield Problem(path=("limits", "max_num_tokens"), message=message, remedy=f"give more than {slots}")
         own, theirs = speculative.model.vocab_size, self.model.vocab_size
+        # A draft model reads token ids of the target; an EAGLE head may have a reduced vocabulary.
         if speculative.method is Method.DRAFT_MODEL and None not in (own, theirs) and own != theirs:
             message = f"a draft model of {own} tokens for a target of {theirs}; they need the same vocabulary"
             yield Problem(path=("speculative", "model", "vocab_size"), message=message, remedy="leave it out")

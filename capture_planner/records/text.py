@@ -39,4 +39,5 @@ def spans(ranges: Sequence[tuple[int, int]], noun: str) -> str:
     if len(ranges) > 3:
         return f"{ranges[0][0]} to {ranges[-1][1]} {noun}s, in {len(ranges)} ranges"
     text = ranges_text(ranges)
+    # Only the count 1 alone is singular.
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"

@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Amount, Interval, Tally, field, raise_any, record
+from capture_planner.records._base import Amount, Interval, Tally, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
 Steps = Annotated[int, Interval(1)]
@@ -44,11 +44,8 @@ def _place(count: TrafficCount) -> tuple[int, ...]:
     """Return where a shape stands in the table: by role, decodes first, then by its numbers."""
     role, past_prompt, *numbers = count.shape
     kind = (True, False, None).index(past_prompt)
+    # None does not compare with numbers.
     return list(Role).index(role), kind, *(-1 if number is None else number for number in numbers), count.count
-
-
-def _ordered(counts: tuple[TrafficCount, ...]) -> tuple[TrafficCount, ...]:
-    return tuple(sorted(counts, key=_place))
 
 
 @record
@@ -58,7 +55,9 @@ class Traffic:
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
     sources: tuple[str, ...] = field("names of the files that it was read from, each with its format")
     seconds: Amount | None = field("time that the counts cover; None: the source does not say", default=None)
-    batches: tuple[TrafficCount, ...] = field("batch shapes with their counts, by role", converter=_ordered)
+    batches: tuple[TrafficCount, ...] = field(
+        "batch shapes with their counts, by role", converter=lambda counts: tuple(sorted(counts, key=_place))
+    )
     lines: Tally | None = field(
         "observations that the target's steps rest on, where a log shows one of several; None: each step is one",
         default=None,
@@ -68,10 +67,7 @@ class Traffic:
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
     notes: tuple[str, ...] = field("sentences about facts that the sources lack", default=())
 
-    def __attrs_post_init__(self) -> None:
-        raise_any(self._impossible())
-
-    def _impossible(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         """Yield what no batch can be, and what could be said in two ways, one of which a file has."""
         for index, batch in enumerate(self.batches):
             path = ("batches", index)
@@ -80,6 +76,7 @@ class Traffic:
                 yield Problem(path=path, message="numbers of a batch are at least 1")
             elif reqs is None and tokens is None:
                 yield Problem(path=path, message="a batch without requests and tokens", remedy="give one of them")
+            # Tokens are stated also where they follow, so that a shape has one form.
             elif reqs is not None and each is not None and reqs * each != tokens:
                 yield Problem(path=path, message=f"{reqs} requests of {each} tokens are not {tokens} tokens")
 
@@ -91,4 +88,5 @@ class Traffic:
     @property
     def has_prompts(self) -> bool:
         """Whether some batch of the target has prompts, or may have some; without, it says nothing of mixed batches."""
+        # None is not False: the source does not say, and there may be prompts.
         return any(batch.role is Role.TARGET and batch.past_prompt is not True for batch in self.batches)
