@@ -16,9 +16,6 @@ RANK = 8
 DRAFT_VOCABULARY = 32000
 """What published EAGLE-3 heads of Qwen3 have."""
 
-RATES = (0.69, 0.48, 0.33)
-"""Synthetic acceptance of drafts 0 to 2: 2.5 tokens a step."""
-
 _ATTENTION: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
