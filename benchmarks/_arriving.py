@@ -37,20 +37,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-from _model_configs import CONFIGS, drafter_of, mixture, write_adapters, write_config
+from _model_configs import SHAPES, write_adapters, write_config
 
 from capture_planner.records.observation import Observation
-
-_EXPERTS = mixture(48)
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "0.6b": (CONFIGS["small"], CONFIGS["small-drafter"]),
-    "8b": (CONFIGS["large"], CONFIGS["large-drafter"]),
-    "30b-a3b": (
-        _EXPERTS,
-        drafter_of({name: value for name, value in _EXPERTS.items() if name in CONFIGS["large-drafter"]}),
-    ),
-}
-"""The config.json of each model and of its EAGLE-3 head."""
 
 LOADS: tuple[dict[str, Any], ...] = (
     {"wave": [10, 250], "requests": 900},

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import attrs
-from _arriving import SHAPES, WARM_UP, name_of, settings
+from _arriving import WARM_UP, name_of, settings
 from _bench import CONSOLE, conclude, finish, parser, print_table
-from _model_configs import write_adapters, write_config
+from _model_configs import SHAPES, write_adapters, write_config
 
 from capture_planner.codec import dumps
 from capture_planner.records._base import replace

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _arriving import SHAPES
 from _arriving_rounds import EXPERT, GIB, ITSELF, TUNED, Group, Rig, command_line, run, without_drafter
 from _bench import ROOT
+from _model_configs import SHAPES
 
 from capture_planner import codec, load_backends, load_environment
 from capture_planner.analysis.trace import read_trace
