@@ -26,7 +26,7 @@ from typing import IO, Any, Self
 import attrs
 from _arriving import WARM_UP, name_of, settings
 from _bench import CONSOLE, conclude, finish, parser, print_table
-from _model_configs import SHAPES, write_adapters, write_config
+from _model_configs import SHAPES, write_adapters
 
 from capture_planner.codec import dumps
 from capture_planner.records._base import replace
@@ -69,18 +69,10 @@ class Group:
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Return the argument of the worker; writes the model into ``folder``."""
+        folders = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
         usual = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": KV_GIB[self.shape] * GIB}
-        namespace = argparse.Namespace(
-            shape=self.shape,
-            k=self.k,
-            accepted=None,
-            adapters=self.adapters,
-            options=json.dumps({**usual, **self.options}),
-        )
-        adapters = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
-        found = settings(namespace, folder)
-        write_config(Path(found["model"]), self.config)
-        return {"options": found, "adapters": [str(path) for path in adapters]}
+        found = settings(self.shape, self.k, folder, config=self.config, adapters=self.adapters)
+        return {"options": {**found, **usual, **self.options}, "adapters": [str(path) for path in folders]}
 
     @property
     def config(self) -> dict[str, Any]:
