@@ -10,8 +10,8 @@ latency, time to first token, steps without a graph by role, graphs with the tim
 ``tune`` promised: the mean step today, which the observed load is measured against, and the one under the plan.
 
 ``--deployments`` measures ten other deployments, by itself and tuned. ``--only`` names the groups: SHAPE-K of the grid
-(0.6b-3, 0.6b-0, 8b-3, ...), or deployments. Groups run one after another, so that their engines fit on the GPU, or
-``--at-once`` so many together, which saves starts. Results are written as they come: a run that is cut off keeps them.
+(0.6b-3, 0.6b-0, 8b-3, ...), or deployments. Groups run one after another, so that their engines fit on the GPU.
+Results are written as they come: a run that is cut off keeps them.
 
 Needs a CUDA GPU and vLLM 0.33; this repository's packages are found on PYTHONPATH or installed.
 """
@@ -154,7 +154,6 @@ def main(words: Sequence[str] | None = None) -> int:
     options = command_line(__doc__)
     options.add_argument("--deployments", action="store_true", help="ten other deployments, by itself and tuned")
     options.add_argument("--only", nargs="*", default=[], metavar="GROUP", help="such as 0.6b-3; default: all")
-    options.add_argument("--at-once", type=int, default=1, help="groups whose engines are alive together")
     options.add_argument("--layers", type=int, default=HALF, help="of the 30B-A3B shape, which has 48")
     options.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV of requests that is served, too")
     options.add_argument("--trace-requests", type=int, default=200, help="requests of a trace: the first ones")
@@ -169,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> int:
         expert=None if expert is None else lambda group: expert_plan(expert, group),
         together=True,
     )
-    return run(arguments, chosen(list(every), arguments.only), lambda folder: rig, arguments.at_once)
+    return run(arguments, chosen(list(every), arguments.only), lambda folder: rig)
 
 
 if __name__ == "__main__":
