@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import ROOT, shipped_environments, shipped_specs
-from _fuzz_documents import Corpus, document
+from _bench import CONSOLE, ROOT, shipped_environments, shipped_specs
+from _fuzz_documents import Corpus, Document, document
 
 from capture_planner import codec
 from capture_planner.analysis.lint import lint
@@ -34,6 +34,10 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 
 MEBI = 1 << 20
+MEGABYTES = 200
+"""Most memory that one document may take."""
+TRACE_EVERY = 25
+"""One document in so many is traced."""
 TYPES: dict[str, type[Spec | Environment | Plan]] = {"spec": Spec, "environment": Environment, "plan": Plan}
 
 
@@ -58,8 +62,6 @@ class Outcome:
     stages: dict[str, float] = attrs.field(factory=dict)
     rss: int = 0
     traced: int | None = None
-    entries: int = 0
-    message: int = 0
     violations: list[str] = attrs.field(factory=list)
 
     @property
@@ -126,11 +128,6 @@ def prepare(arguments: argparse.Namespace) -> None:
     gc.freeze()  # what every worker keeps is not looked at again before each document
 
 
-def corpus() -> Corpus:
-    """Return the documents that this process mutates, once it is ready."""
-    return _STATE[0].corpus
-
-
 def limit(mebibytes: int) -> None:
     """Let this process grow by so much, and its timer stop what takes too long."""
 
@@ -164,35 +161,37 @@ def check(index: int) -> Outcome:
     state = _STATE[0]
     arguments = state.arguments
     source = document(state.corpus, arguments.seed, index, arguments.only_kind)
-    outcome = _timed(state, source.kind, source.made_by, source.data, index)
+    if arguments.only is not None:
+        CONSOLE.print(source.data[:4000].decode("utf-8", "replace"), markup=False, highlight=False)
+    outcome = _timed(state, source, index)
     if arguments.seconds < outcome.slowest < 2 * arguments.seconds and not outcome.violations:
-        again = _timed(state, source.kind, source.made_by, source.data, index)
+        again = _timed(state, source, index)
         outcome = min(outcome, again, key=lambda outcome: outcome.slowest)
     if outcome.slowest > arguments.seconds and outcome.outcome != "hung":
         stage = max(outcome.stages, key=lambda stage: outcome.stages[stage])
         outcome.violations.append(f"{stage} took {outcome.slowest:.2f} s")
-    if outcome.rss > arguments.megabytes * MEBI:
+    if outcome.rss > MEGABYTES * MEBI:
         outcome.violations.append(f"resident memory grew by {outcome.rss >> 20} MiB")
-    if index % arguments.trace_every == 0 and not outcome.violations:
+    if index % TRACE_EVERY == 0 and not outcome.violations:
         tracemalloc.start()
         try:
-            _timed(state, source.kind, source.made_by, source.data, index)
+            _timed(state, source, index)
             outcome.traced = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        if outcome.traced > arguments.megabytes * MEBI:
+        if outcome.traced > MEGABYTES * MEBI:
             outcome.violations.append(f"allocated {outcome.traced >> 20} MiB")
     return outcome
 
 
-def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Outcome:
+def _timed(state: State, source: Document, index: int) -> Outcome:
     """Run one document under the guards."""
-    outcome = Outcome(index=index, kind=kind, made_by=made_by, size=len(data))
+    outcome = Outcome(index=index, kind=source.kind, made_by=source.made_by, size=len(source.data))
     gc.collect()
     reset_peak()
     before = memory("VmRSS")
     rng = random.Random(f"use:{state.arguments.seed}:{index}")
-    guarded(outcome, state.arguments.hang, lambda: _through(state, outcome, data, rng))
+    guarded(outcome, state.arguments.hang, lambda: _through(state, outcome, source.data, rng))
     outcome.rss = max(memory("VmHWM") - before, 0)
     return outcome
 
@@ -270,7 +269,6 @@ def _through(state: State, outcome: Outcome, data: bytes, rng: random.Random) ->
                 text = codec.dumps(plan)
             with stage(outcome, "read plan"):
                 _same(plan, text, Plan)
-    outcome.entries = plan.num_graphs
     with stage(outcome, "dispatch"):
         _dispatch(plan, rng)
     with stage(outcome, "lint"):
@@ -303,7 +301,7 @@ def _same(value: Spec | Environment | Plan, text: str, kind: type[Spec | Environ
 def _refused(outcome: Outcome, error: CapturePlannerError, by: str) -> None:
     """Classify a refusal, and check that it can be shown."""
     try:
-        outcome.message = len(str(error).encode())
+        str(error).encode()
     except UnicodeEncodeError as wrong:
         raise BrokenLawError(f"the message cannot be shown: {wrong}") from error
     problems = error.problems if isinstance(error, InvalidValue) else ()

@@ -181,12 +181,12 @@ def watched(folder: Path) -> Iterator[None]:
         WATCH.folder = None
 
 
-def _refusal(use: Callable[[], object], outcome: Outcome) -> str:
+def _refusal(use: Callable[[], object]) -> str:
     """Use an input; return why it was refused, or nothing."""
     try:
         use()
     except CapturePlannerError as error:
-        outcome.message = max(outcome.message, len(str(error).encode("utf-8", "surrogateescape")))
+        str(error).encode("utf-8", "surrogateescape")
         return re.sub(r"[^a-z ]+.*", "", str(error).rpartition(": ")[2] or "refused")[:40] or "refused"
     return ""
 
@@ -198,11 +198,11 @@ def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
     dtype = rng.choice((None, torch.float32))
     method = Speculative(method=rng.choice(tuple(Method)), num_tokens=1)
     with watched(folder):
-        refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype), outcome)
-        refused_head = _refusal(lambda: load_drafter(folder, method, state.target), outcome)
+        refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype))
+        refused_head = _refusal(lambda: load_drafter(folder, method, state.target))
         for name, flag in (("vllm", "--model"), ("sglang", "--model-path")):
-            _refusal(partial(emulate, name, [flag, str(folder)], state.environment), outcome)
-        _refusal(lambda: spec_from_config(folder / "config.json", "tiny"), outcome)
+            _refusal(partial(emulate, name, [flag, str(folder)], state.environment))
+        _refusal(lambda: spec_from_config(folder / "config.json", "tiny"))
     if made.must_refuse and not (refused and refused_head):
         raise BrokenLawError("an index that leaves the folder, names what is absent, or a pickle is accepted")
     return f"refused: {refused}" if refused else "loaded"
@@ -218,9 +218,9 @@ def _plugin(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
         with watched(folder), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             registry, engines = load_backends(), load_engines()
-            refused = _refusal(lambda: plan(SPEC, state.environment, registry), outcome)
+            refused = _refusal(lambda: plan(SPEC, state.environment, registry))
             for other in set(registry) - {"reference"}:
-                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry), outcome)
+                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry))
             backend_support(registry, [state.environment], None)
     finally:
         sys.path.remove(str(folder))
@@ -240,7 +240,7 @@ def _trace(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> st
     made = make.trace(rng, folder)
     outcome.made_by = made.made_by
     with watched(folder):
-        refused = _refusal(lambda: from_trace(made.files[0], seed=0, vocab_size=32), outcome)
+        refused = _refusal(lambda: from_trace(made.files[0], seed=0, vocab_size=32))
     return f"refused: {refused}" if refused else "loaded"
 
 
@@ -254,7 +254,7 @@ def _prompts(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> 
             decode(request.prompt)
 
     with watched(folder):
-        refused = _refusal(use, outcome)
+        refused = _refusal(use)
     return f"refused: {refused}" if refused else "loaded"
 
 
