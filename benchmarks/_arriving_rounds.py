@@ -319,17 +319,6 @@ class Deployment:
         plan = self.folder / "tuned" / "plan.yaml"
         return plan if report.get("verdict") == "change" and plan.exists() else None
 
-    def compare(self, after: Path | None, limits: Limits) -> None:
-        """Note what ``compare`` says of the observations without and under the plan, if there is one."""
-        if after is None:
-            return
-        process = planner("compare", "before", str(after), folder=self.folder)
-        try:
-            report = report_of(process, min(60.0, limits.left))
-            self.results["compare"] = {"report": report, "exit_code": process.returncode}
-        except RuntimeError as error:
-            self.results["compare"] = {"error": str(error)}
-
     def _ask(self, column: str, request: Mapping[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
         """Return the next answer of an engine; None, with a note, where there is no answer."""
         child = self.children.get(column)
@@ -391,9 +380,6 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[di
                 each.serve(turn, index, load, limits)
             longest = max(longest, time.monotonic() - began)
             yield summarised(each.results)
-        folders = {column: each.observation(column, limits) for column in list(each.children)}
-        each.compare(folders.get(TUNED), limits)
-        yield summarised(each.results)
 
 
 def summarised(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,12 +44,11 @@ REQUESTS = {"0.6b": (700, 350, 100), "8b": (350, 250, 60), "30b-a3b": (350, 250,
 """Of the wave, of the load of 200 in flight, and of 32 in flight: a few seconds each."""
 
 
-def grid(traces: Sequence[Mapping[str, Any]], scale: float, layers: int = HALF) -> Iterator[Group]:
+def grid(traces: Sequence[Mapping[str, Any]], scale: float) -> Iterator[Group]:
     """Yield the shapes with three draft tokens and with none.
 
     :param traces: loads of requests that arrive when a trace says.
     :param scale: requests of each load, relative to REQUESTS.
-    :param layers: of the mixture.
     """
     for shape in SHAPES:
         for k in (3, 0):
@@ -59,7 +58,7 @@ def grid(traces: Sequence[Mapping[str, Any]], scale: float, layers: int = HALF) 
                 k=k,
                 loads=(*_loads(shape, scale), *traces),
                 columns=(ITSELF, EXPERT, TUNED),
-                layers=layers if shape == "30b-a3b" else None,
+                layers=HALF if shape == "30b-a3b" else None,
             )
 
 
@@ -154,14 +153,13 @@ def main(words: Sequence[str] | None = None) -> int:
     options = command_line(__doc__)
     options.add_argument("--deployments", action="store_true", help="ten other deployments, by itself and tuned")
     options.add_argument("--only", nargs="*", default=[], metavar="GROUP", help="such as 0.6b-3; default: all")
-    options.add_argument("--layers", type=int, default=HALF, help="of the 30B-A3B shape, which has 48")
     options.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV of requests that is served, too")
     options.add_argument("--trace-requests", type=int, default=200, help="requests of a trace: the first ones")
     options.add_argument("--trace-seconds", type=float, default=5.0, help="time in which they arrive")
     arguments = options.parse_args(words)
     traces = [trace_load(file, arguments.trace_requests, arguments.trace_seconds) for file in arguments.trace]
     scale, expert = arguments.scale, arguments.expert
-    every = deployments(scale) if arguments.deployments else grid(traces, scale, arguments.layers)
+    every = deployments(scale) if arguments.deployments else grid(traces, scale)
     rig = Rig(
         worker=WORKER,
         arguments=Group.arguments,
