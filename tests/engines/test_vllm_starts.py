@@ -55,7 +55,7 @@ def campaign(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_starts, "run_start", fake_start)
     monkeypatch.setattr(vllm_starts, "compare_kind", fake_compare)
     monkeypatch.setattr(vllm_starts, "COMPARING", 10.0)
-    monkeypatch.setattr(vllm_starts, "prepare", lambda folder, fresh: False)
+    monkeypatch.setattr(vllm_starts, "prepare", lambda folder: None)
 
     def run(*words):
         output = tmp_path / "out.json"
@@ -83,7 +83,7 @@ def test_crash_is_what_vllm_alone_survives(campaign):
 
 def test_campaign_that_is_over_says_how_far_it_came(campaign):
     """It ends in its time, and misses its number of starts."""
-    code, written = campaign("--starts", "100000", "--seed", "100", "--jobs", "2", "--seconds", "20")
+    code, written = campaign("--starts", "100000", "--seed", "1000", "--jobs", "2", "--seconds", "20")
     assert code == 1
     missed = [name for name, holds in written["targets"].items() if not holds]
     assert missed == [f"starts at least 100000 ({written['results']['starts']})"]
