@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,43 +84,15 @@ class State:
 _STATE: list[State] = []
 
 
-@attrs.frozen(eq=False)
-class PlanTexts(Sequence[str]):
-    """The plan of every spec on every environment, made when it is asked for; the next one where none can be made."""
-
-    _pairs: list[tuple[Spec, Environment]]
-    _backends: registry.Registry
-    _made: dict[int, str] = attrs.field(factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index not in self._made:
-            spec, environment = self._pairs[index]
-            try:
-                self._made[index] = codec.dumps(planner.plan(spec, environment, self._backends))
-            except CapturePlannerError:
-                self._made[index] = self[(index + 1) % len(self)]
-        return self._made[index]
-
-
 def prepare(arguments: argparse.Namespace) -> None:
     """Make a worker ready: corpus, backends, and limits on memory and time."""
-    specs, environments = shipped_specs(), shipped_environments()
-    backends = registry.load_backends()
-    pairs = [(specs[name], environments[other]) for name in sorted(specs) for other in sorted(environments)]
     read = {
-        path.stem: path.read_text(encoding="utf-8")
-        for folder in ("specs", "environments")
-        for path in sorted((ROOT / "plans" / folder).glob("*.yaml"))
+        folder: [path.read_text("utf-8") for path in sorted((ROOT / "plans" / folder).glob("*.yaml"))]
+        for folder in ("specs", "environments", "locked")
     }
-    corpus = Corpus(
-        spec=[read[name] for name in specs],
-        environment=[read[name] for name in environments],
-        plan=PlanTexts(pairs, backends),
-    )
-    _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
+    corpus = Corpus(spec=read["specs"], environment=read["environments"], plan=read["locked"])
+    specs, environments = [*shipped_specs().values()], [*shipped_environments().values()]
+    _STATE[:] = [State(arguments, corpus, specs, environments, registry.load_backends())]
     # First-use costs are not a document's.
     lint(codec.loads(corpus.plan[0], Plan))
     limit(2048)
