@@ -116,11 +116,9 @@ def room(load: Mapping[str, Any]) -> Callable[[int], float]:
 
 
 def serve(engine: Vllm, load: Mapping[str, Any], tag: str, seed: int) -> dict[str, Any]:
-    """Serve a load until its last request has ended, and return the figures; times are in milliseconds.
+    """Serve a load until its last request has ended; ``tag`` begins the name of each request.
 
-    ``busy_seconds`` among them is the time in which some request was in flight.
-
-    :param tag: begins the name of each request.
+    ``busy_seconds`` of the figures is the time in which some request was in flight.
     """
     now = time.perf_counter
     waiting = deque(enumerate(requests_of(load, seed)))
@@ -170,12 +168,11 @@ def figures(
     steps: Sequence[float],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the figures of one load.
+    """Return the figures of one load, which took so many seconds.
 
     :param sent: the second at which each request was due.
     :param arrivals: the seconds at which each request had new tokens, and how many.
     :param steps: the seconds of each step, as the caller of the engine waits for them.
-    :param seconds: how long the whole load took.
     """
     tokens = sum(count for times in arrivals.values() for _, count in times)
     gaps = [later - earlier for times in arrivals.values() for (earlier, _), (later, _) in itertools.pairwise(times)]
@@ -200,10 +197,7 @@ def figures(
 
 
 def facts_of(observed: Observation, seconds: float) -> dict[str, Any]:
-    """Return what an engine captured, as observed: time and memory without what profiling took.
-
-    :param seconds: those of the start.
-    """
+    """Return what an engine that took so many seconds to start captured; what profiling took is left out."""
     return {
         observed.engine: observed.engine_version,
         "torch": observed.torch,
@@ -260,9 +254,7 @@ def settings(
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's ``LLM``; writes the model's folders into ``folder``.
 
-    :param k: speculative tokens; 0: no drafter.
     :param config: the model's; None: that of the shape.
-    :param adapters: LoRA adapters that are loaded.
     """
     target, drafter = SHAPES[shape]
     result: dict[str, Any] = {
@@ -290,11 +282,7 @@ def settings(
 
 
 class Vllm:
-    """vLLM's ``LLM`` as what serves.
-
-    :param arguments: those of ``LLM``.
-    :param adapters: folders of LoRA adapters; the requests that want one take them by turns.
-    """
+    """vLLM's ``LLM`` as what serves; requests that want a LoRA adapter take the folders in ``adapters`` by turns."""
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Sequence[Path] = ()) -> None:
         from vllm import LLM

@@ -82,13 +82,7 @@ class Group:
 
 
 class Child:
-    """A process that answers lines; a context manager that ends it.
-
-    :param name: names it in errors.
-    :param command: what is started.
-    :param variables: added to this process's environment.
-    :param log: the file for its stderr.
-    """
+    """A process that answers lines, with more variables and its stderr in a file; a context manager that ends it."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.name = name

@@ -169,10 +169,7 @@ def _timed(state: State, source: Document, index: int) -> Outcome:
 
 
 def guarded(outcome: Outcome, hang: float, use: Callable[[], None]) -> None:
-    """Use an input, and note how that ended where it must not have.
-
-    :param hang: processor seconds after which it is stopped.
-    """
+    """Use an input, for at most ``hang`` processor seconds, and note how that ended where it must not have."""
     signal.setitimer(signal.ITIMER_PROF, hang)
     start = time.process_time()
     try:

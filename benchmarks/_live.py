@@ -280,10 +280,7 @@ def all_pieces() -> list[Any]:
 
 
 def live_graphs(runner: Any, pieces: Mapping[Role, Collection[Any]]) -> LiveGraphs:
-    """Return the graphs of a model runner that has captured.
-
-    :param pieces: what ``PieceWatch`` saw.
-    """
+    """Return the graphs of a model runner that has captured; ``PieceWatch`` has its pieces."""
     speculator = runner.speculator
     managers = {Role.TARGET: runner.cudagraph_manager}
     for role, name in (

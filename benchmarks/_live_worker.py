@@ -46,10 +46,7 @@ class ChangingEngine(Vllm):
         self.begin(None)
 
     def begin(self, between: Callable[[int], None] | None) -> None:
-        """Begin a load.
-
-        :param between: called before each step, with its number; its time counts as the step's.
-        """
+        """Begin a load; ``between`` gets the number of each step before it, and its time counts as the step's."""
         self._between, self._step = between, 0
         self.tokens: dict[str, list[int]] = {}
         self.pauses: list[float] = []

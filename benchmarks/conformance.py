@@ -58,10 +58,8 @@ NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 
 
 def shapes_of(case: Case) -> tuple[Shape, ...]:
-    """Return the shapes that are asked for; empty: those that the backend runs.
-
-    FlashInfer compiles kernels for each head size, page size and query length: it has one shape.
-    """
+    """Return the shapes that are asked for; empty: those that the backend runs."""
+    # FlashInfer compiles kernels for each head size, page size and query length.
     return KERNELS[:1] if case.backend == "flashinfer" else ()
 
 

@@ -45,11 +45,7 @@ REQUESTS = {"0.6b": (700, 350, 100), "8b": (350, 250, 60), "30b-a3b": (350, 250,
 
 
 def grid(traces: Sequence[Mapping[str, Any]], scale: float) -> Iterator[Group]:
-    """Yield the shapes with three draft tokens and with none.
-
-    :param traces: loads of requests that arrive when a trace says.
-    :param scale: requests of each load, relative to REQUESTS.
-    """
+    """Yield the shapes with three draft tokens and with none, for ``scale`` times REQUESTS and loads of traces."""
     for shape in SHAPES:
         for k in (3, 0):
             yield Group(

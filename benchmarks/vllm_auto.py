@@ -45,10 +45,7 @@ STEADY: tuple[dict[str, Any], ...] = ({"in_flight": 200, "requests": 400}, {"in_
 
 
 class AutoStarts:
-    """Starts of one command on one folder.
-
-    :param folder: for the folder of ``--auto``, loads, results and logs.
-    """
+    """Starts of one command on one folder, which has the folder of ``--auto``, loads, results and logs."""
 
     def __init__(self, arguments: Any, folder: Path) -> None:
         self.auto = JournalFolder(folder / "auto")
@@ -61,10 +58,7 @@ class AutoStarts:
         ]
 
     def start(self, loads: Sequence[Mapping[str, Any]], name: str, crash_for: str | None = None) -> dict[str, Any]:
-        """Start the engine, let it serve, and return what came of it.
-
-        :param crash_for: digest of the plan under which the command ends before capture.
-        """
+        """Start the engine, let it serve, and return what came of it; under ``crash_for`` the command ends at once."""
         self._loads.write_text(json.dumps(list(loads)), "utf-8")
         self._result.unlink(missing_ok=True)
         environment = dict(os.environ)
@@ -112,10 +106,7 @@ class AutoStarts:
         return None if not starts or starts[-1].plan is None else self.auto.load_plan(starts[-1].plan)
 
     def plant(self, plan: Plan, reason: str) -> str:
-        """Make a plan the last one that was applied, as a start of its own that served and ended well.
-
-        Return its digest.
-        """
+        """Make a plan the last one that was applied, in a start that ended well; return its digest."""
         journal = self.auto.read().journal
         last = max((each for each in journal if each.decision in STARTS), key=lambda each: each.run)
         self.auto.keep(plan)
@@ -139,10 +130,7 @@ class AutoStarts:
 
 
 def worse(plan: Plan, keep: int) -> Plan:
-    """Return a plan with the smallest graphs of each role alone, and a promise of half of the time.
-
-    :param keep: how many graphs of each mode a role keeps.
-    """
+    """Return a plan with the ``keep`` smallest graphs of each role and mode, and a promise of half of the time."""
     roles = []
     for role in plan.roles:
         modes = {entry.mode for entry in role.entries}

@@ -53,10 +53,7 @@ TUNE_SECONDS = 150.0
 
 
 def arguments_of(k: int, folder: Path, *, sleeps: bool) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` for an engine; writes its models.
-
-    :param sleeps: whether it can sleep.
-    """
+    """Return the arguments of ``LLM`` for an engine that can sleep, or cannot; writes its models."""
     options: dict[str, Any] = {"kv_cache_memory_bytes": 12 * GIB, "enable_prefix_caching": False}
     options["compilation_config"] = {"max_cudagraph_capture_size": 1024}
     if sleeps:
