@@ -351,8 +351,8 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[di
         each = Deployment(group, rig, folder, stack)
         plans: dict[str, Path | None] = {ITSELF: None}
         if EXPERT in group.columns and rig.expert is not None:
-            plans[EXPERT] = each.folder / "expert.yaml"
-            plans[EXPERT].write_text(dumps(rig.expert(group)), encoding="utf-8")
+            plans[EXPERT] = file = each.folder / "expert.yaml"
+            file.write_text(dumps(rig.expert(group)), encoding="utf-8")
         each.start(plans, limits)
         yield summarised(each.results)
         each.warm_up(ITSELF, limits)

@@ -230,7 +230,8 @@ def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
     arguments = parser(__doc__).parse_args()
     results = {name: measure(tiers) for name, tiers in SCHEDULES.items()}
-    rows, ratios = [], []
+    rows: list[tuple[str, ...]] = []
+    ratios: list[float] = []
     for name, figures in results.items():
         for kind, times in figures.items():
             best = {label: f"{each['best_ns']:.0f}" for label, each in times.items()}
