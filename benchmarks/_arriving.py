@@ -2,26 +2,24 @@
 
 A load is JSON. It says what arrives, and how long prompts and outputs are:
 
-- ``{"wave": [10, 250], "period": 600, "requests": 900}``: so many requests are in flight as a cosine over ``period``
-  steps says, from the first number to the second and back;
+- ``{"wave": [10, 250], "requests": 900}``: so many requests are in flight as a cosine over 600 steps says, from the
+  first number to the second and back;
 - ``{"in_flight": 200, "requests": 400}``: always so many are in flight, until no more are left;
 - ``{"trace": "azure_code.csv", "speedup": 4, "requests": 900}``: requests arrive when a trace says, at ``speedup``
   times its pace, with its lengths.
 
 All may have ``name``, ``seed``, ``max_prompt`` and ``max_output`` (tokens) and ``adapters`` (how many requests of a
-hundred run with a LoRA adapter); waves and fixed numbers may have ``mean_output`` (tokens), or ``prompt`` and
-``output`` where all requests have the same lengths.
+hundred run with a LoRA adapter); waves and fixed numbers may have ``mean_output`` (tokens).
 
-Every load runs in each of ``--rounds``, in turns, after a warm-up. Results are written after every load, so what was
-measured before an engine dies is there. Weights are random; drafted tokens are accepted as ``--accepted`` says.
-
-This runs by itself or under ``capture-planner launch PLAN -- python _arriving.py ...`` and ``launch --auto``. Needs a
-CUDA GPU and vLLM 0.33.
+As a program, which vllm_auto.py starts under ``capture-planner launch --auto``, it serves every load in each of
+``--rounds``, in turns, after a warm-up, and writes the results after each: what was measured before an engine dies is
+there. Weights are random; a step yields 1 + K/2 tokens of each request. Needs a CUDA GPU and vLLM 0.33.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -32,37 +30,22 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
-from _model_configs import CONFIGS, drafter_of, mixture, write_adapters, write_config
+from _model_configs import SHAPES, write_config
 
+from capture_planner import codec
 from capture_planner.records.observation import Observation
-
-_EXPERTS = mixture(48)
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "0.6b": (CONFIGS["small"], CONFIGS["small-drafter"]),
-    "8b": (CONFIGS["large"], CONFIGS["large-drafter"]),
-    "30b-a3b": (
-        _EXPERTS,
-        drafter_of({name: value for name, value in _EXPERTS.items() if name in CONFIGS["large-drafter"]}),
-    ),
-}
-"""The config.json of each model and of its EAGLE-3 head."""
-
-LOADS: tuple[dict[str, Any], ...] = (
-    {"wave": [10, 250], "requests": 900},
-    {"in_flight": 200, "requests": 400},
-    {"in_flight": 32, "requests": 100},
-)
-"""What is served where the command line does not say."""
 
 WARM_UP: dict[str, Any] = {"wave": [10, 250], "requests": 60, "seed": 1}
 LENGTHS = {"max_prompt": 512, "max_output": 384, "mean_output": 120}
 """Of the prompts and outputs that are drawn, in tokens."""
-
+PERIOD = 600
+"""Steps of a wave."""
+CRASH_FOR = "CRASH_FOR_PLAN"
+"""Names the plan under which the program ends before it starts an engine."""
 
 Steps = Mapping[str, Mapping[str, int]]
 """Steps by role and kind of graph; ``NONE`` is eager."""
@@ -87,16 +70,6 @@ class Delivery:
     finished: bool
 
 
-class ServingEngine(Protocol):
-    """What serves: an engine, or a stand-in for one."""
-
-    def add(self, name: str, request: Request) -> None:
-        """Hand it a request."""
-
-    def step(self) -> Iterable[Delivery]:
-        """Run until some requests have new tokens."""
-
-
 def requests_of(load: Mapping[str, Any], seed: int) -> list[Request]:
     """Return the requests of a load. Prompts are drawn by ``seed``, lengths too where no trace has them."""
     draw = random.Random(load.get("seed", seed))
@@ -110,8 +83,6 @@ def requests_of(load: Mapping[str, Any], seed: int) -> list[Request]:
 
 def _drawn(load: Mapping[str, Any], draw: random.Random) -> list[tuple[float | None, int, int]]:
     """Return many short prompts and few long ones, and outputs of exponential length; none has a time."""
-    if "prompt" in load:
-        return [(None, load["prompt"], load["output"])] * load["requests"]
     longest, most, mean = (load.get(name, default) for name, default in LENGTHS.items())
     return [
         (None, int(min(longest, 8 + draw.paretovariate(0.9) * 20)), int(min(most, 16 + draw.expovariate(1 / mean))))
@@ -141,25 +112,15 @@ def room(load: Mapping[str, Any]) -> Callable[[int], float]:
         number = float(load.get("in_flight", math.inf))
         return lambda step: number
     low, high = load["wave"]
-    period = load.get("period", 600)
-    return lambda step: low + (high - low) * (0.5 - 0.5 * math.cos(2 * math.pi * step / period))
+    return lambda step: low + (high - low) * (0.5 - 0.5 * math.cos(2 * math.pi * step / PERIOD))
 
 
-def serve(
-    engine: ServingEngine,
-    load: Mapping[str, Any],
-    tag: str,
-    seed: int = 7,
-    now: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> dict[str, Any]:
-    """Serve a load until its last request has ended, and return the figures; times are in milliseconds.
+def serve(engine: Vllm, load: Mapping[str, Any], tag: str, seed: int) -> dict[str, Any]:
+    """Serve a load until its last request has ended; ``tag`` begins the name of each request.
 
-    ``busy_seconds`` among them is the time in which some request was in flight.
-
-    :param tag: begins the name of each request.
-    :param now: the clock, in seconds.
+    ``busy_seconds`` of the figures is the time in which some request was in flight.
     """
+    now = time.perf_counter
     waiting = deque(enumerate(requests_of(load, seed)))
     wanted = room(load)
     sent: dict[str, float] = {}
@@ -178,7 +139,7 @@ def serve(
             in_flight += 1
         if not in_flight:
             before = now()
-            sleep(max(0.0, (waiting[0][1].arrival or 0.0) - (before - start)))
+            time.sleep(max(0.0, (waiting[0][1].arrival or 0.0) - (before - start)))
             idle += now() - before
             continue
         running.append(in_flight)
@@ -207,15 +168,14 @@ def figures(
     steps: Sequence[float],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the figures of one load.
+    """Return the figures of one load, which took so many seconds.
 
     :param sent: the second at which each request was due.
     :param arrivals: the seconds at which each request had new tokens, and how many.
     :param steps: the seconds of each step, as the caller of the engine waits for them.
-    :param seconds: how long the whole load took.
     """
     tokens = sum(count for times in arrivals.values() for _, count in times)
-    gaps = [later - earlier for times in arrivals.values() for (earlier, _), (later, _) in pairwise(times)]
+    gaps = [later - earlier for times in arrivals.values() for (earlier, _), (later, _) in itertools.pairwise(times)]
     first = [times[0][0] - sent[name] for name, times in arrivals.items()]
     per_token = [
         (times[-1][0] - times[0][0]) / count
@@ -237,10 +197,7 @@ def figures(
 
 
 def facts_of(observed: Observation, seconds: float) -> dict[str, Any]:
-    """Return what an engine captured, as observed: time and memory without what profiling took.
-
-    :param seconds: those of the start.
-    """
+    """Return what an engine that took so many seconds to start captured; what profiling took is left out."""
     return {
         observed.engine: observed.engine_version,
         "torch": observed.torch,
@@ -292,12 +249,16 @@ def name_of(load: Mapping[str, Any]) -> str:
     return Path(load["trace"]).stem if "trace" in load else f"{load['in_flight']} in flight"
 
 
-def settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``LLM``; writes the model's folders into ``folder``."""
-    target, drafter = SHAPES[arguments.shape]
-    model = write_config(folder / arguments.shape, target)
+def settings(
+    shape: str, k: int, folder: Path, *, config: Mapping[str, Any] | None = None, adapters: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``LLM``; writes the model's folders into ``folder``.
+
+    :param config: the model's; None: that of the shape.
+    """
+    target, drafter = SHAPES[shape]
     result: dict[str, Any] = {
-        "model": str(model),
+        "model": str(write_config(folder / shape, config or target)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
@@ -307,26 +268,21 @@ def settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seed": 0,
         "disable_log_stats": True,
     }
-    if arguments.k:
+    if k:
         result["speculative_config"] = {
             "method": "eagle3",
-            "model": str(write_config(folder / f"{arguments.shape}-drafter", drafter)),
-            "num_speculative_tokens": arguments.k,
+            "model": str(write_config(folder / f"{shape}-drafter", drafter)),
+            "num_speculative_tokens": k,
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": arguments.accepted or 1 + arguments.k / 2,
+            "synthetic_acceptance_length": 1 + k / 2,
         }
-    if arguments.adapters:
-        result |= {"enable_lora": True, "max_loras": arguments.adapters, "max_lora_rank": 16}
-    options: dict[str, Any] = json.loads(arguments.options)
-    return result | options
+    if adapters:
+        result |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": 16}
+    return result
 
 
 class Vllm:
-    """vLLM's ``LLM`` as what serves.
-
-    :param arguments: those of ``LLM``.
-    :param adapters: folders of LoRA adapters; the requests that want one take them by turns.
-    """
+    """vLLM's ``LLM`` as what serves; requests that want a LoRA adapter take the folders in ``adapters`` by turns."""
 
     def __init__(self, arguments: Mapping[str, Any], adapters: Sequence[Path] = ()) -> None:
         from vllm import LLM
@@ -361,71 +317,28 @@ class Vllm:
         ]
 
 
-def measure(
-    engine: ServingEngine,
-    loads: Sequence[Mapping[str, Any]],
-    warm_up: Sequence[Mapping[str, Any]],
-    rounds: int,
-    seed: int,
-    done: Callable[[dict[str, Any]], None],
-) -> None:
-    """Serve the warm-up, then every load in each round; ``done`` gets each result as soon as it is there."""
-    for index, load in enumerate(warm_up):
-        serve(engine, load, f"warm{index}", seed)
-    for turn in range(rounds):
-        for index, load in enumerate(loads):
-            result = serve(engine, load, f"r{turn}l{index}", seed)
-            done({"load": name_of(load), "round": turn, **result})
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
-    result.add_argument("--k", type=int, default=3, help="speculative tokens; 0: no drafter")
-    result.add_argument("--accepted", type=float, help="tokens that a step yields per request; default: 1 + K/2")
-    result.add_argument("--options", default="{}", help="arguments of LLM(...) as JSON; they win")
-    result.add_argument("--adapters", type=int, default=0, help="LoRA adapters that are loaded")
-    result.add_argument("--loads", default=json.dumps(LOADS), help="a list of loads as JSON, or @FILE")
-    result.add_argument("--warm-up", default=json.dumps([WARM_UP]), help="loads that are not measured, as JSON")
-    result.add_argument("--rounds", type=int, default=1)
-    result.add_argument("--seed", type=int, default=7)
-    result.add_argument("--models", type=Path, help="folder for the models' configurations; default: a temporary one")
-    result.add_argument("--result", type=Path, required=True, help="JSON file for the results")
-    return result
-
-
-def loads_of(text: str) -> list[dict[str, Any]]:
-    """Return loads that a command line names."""
-    loads: list[dict[str, Any]] = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
-    return loads
-
-
 def main() -> None:
     """Start the engine, serve, and write the results."""
-    arguments = parser().parse_args()
-    loads, warm_up = loads_of(arguments.loads), loads_of(arguments.warm_up)
-    folder = arguments.models or Path(os.environ.get("MODELS") or Path(tempfile.gettempdir()) / "models")
-    options = settings(arguments, folder)
-    adapters = write_adapters(folder / arguments.shape, SHAPES[arguments.shape][0], arguments.adapters)
-    results: dict[str, Any] = {"shape": arguments.shape, "k": arguments.k, "options": options, "loads": []}
-
-    def write() -> None:
-        partial = arguments.result.with_name(f"{arguments.result.name}.partial")
-        partial.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-        partial.replace(arguments.result)
-
-    def done(result: dict[str, Any]) -> None:
-        results["loads"].append(result)
-        write()
-        sys.stderr.write(f"RESULT {json.dumps(result)}\n")
-
-    arguments.result.parent.mkdir(parents=True, exist_ok=True)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    options.add_argument("--k", type=int, required=True, help="speculative tokens; 0: no drafter")
+    options.add_argument("--loads", type=Path, required=True, help="JSON file with a list of loads")
+    options.add_argument("--rounds", type=int, required=True)
+    options.add_argument("--result", type=Path, required=True, help="JSON file for the results")
+    arguments = options.parse_args()
+    plan = os.environ.get("CAPTURE_PLANNER_PLAN")
+    if plan and Path(plan).stem == os.environ.get(CRASH_FOR):
+        sys.exit(1)
     start = time.perf_counter()
-    engine = Vllm(options, adapters)
-    results["start_seconds"] = round(time.perf_counter() - start, 2)
-    write()
-    measure(engine, loads, warm_up, arguments.rounds, arguments.seed, done)
+    engine = Vllm(settings(arguments.shape, arguments.k, Path(tempfile.gettempdir()) / "models"))
+    results: dict[str, Any] = {"start_seconds": round(time.perf_counter() - start, 2), "loads": []}
+    codec.write(arguments.result, json.dumps(results))
+    serve(engine, WARM_UP, "warm", WARM_UP["seed"])
+    loads = json.loads(arguments.loads.read_text("utf-8"))
+    for turn, (index, load) in itertools.product(range(arguments.rounds), enumerate(loads)):
+        figures = serve(engine, load, f"r{turn}l{index}", seed=7)
+        results["loads"].append({"load": name_of(load), "round": turn, **figures})
+        codec.write(arguments.result, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import attrs
-from _arriving import SHAPES, WARM_UP, name_of, settings
+from _arriving import WARM_UP, name_of, settings
 from _bench import CONSOLE, conclude, finish, parser, print_table
-from _model_configs import write_adapters, write_config
+from _model_configs import SHAPES, write_adapters
 
 from capture_planner.codec import dumps
 from capture_planner.records._base import replace
@@ -69,18 +69,10 @@ class Group:
 
     def arguments(self, folder: Path) -> dict[str, Any]:
         """Return the argument of the worker; writes the model into ``folder``."""
+        folders = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
         usual = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": KV_GIB[self.shape] * GIB}
-        namespace = argparse.Namespace(
-            shape=self.shape,
-            k=self.k,
-            accepted=None,
-            adapters=self.adapters,
-            options=json.dumps({**usual, **self.options}),
-        )
-        adapters = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
-        found = settings(namespace, folder)
-        write_config(Path(found["model"]), self.config)
-        return {"options": found, "adapters": [str(path) for path in adapters]}
+        found = settings(self.shape, self.k, folder, config=self.config, adapters=self.adapters)
+        return {"options": {**found, **usual, **self.options}, "adapters": [str(path) for path in folders]}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -90,13 +82,7 @@ class Group:
 
 
 class Child:
-    """A process that answers lines; a context manager that ends it.
-
-    :param name: names it in errors.
-    :param command: what is started.
-    :param variables: added to this process's environment.
-    :param log: the file for its stderr.
-    """
+    """A process that answers lines, with more variables and its stderr in a file; a context manager that ends it."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -217,7 +203,7 @@ class Deployment:
     def __init__(self, group: Group, rig: Rig, folder: Path, stack: ExitStack) -> None:
         self.group, self.folder = group, folder / group.name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._stack = stack
+        self._stack, self._together = stack, rig.together
         self._command = [sys.executable, str(rig.worker), json.dumps(rig.arguments(group, self.folder))]
         self.children: dict[str, Child] = {}
         self.results: dict[str, Any] = {
@@ -236,8 +222,17 @@ class Deployment:
         self.results["errors"].append(f"{what}: {error}")
         CONSOLE.print(f"{self.group.name}: {what}: {error}", markup=False)
 
-    def start(self, column: str, plan: Path | None = None) -> None:
-        """Let an engine begin to start."""
+    def start(self, plans: Mapping[str, Path | None], limits: Limits) -> None:
+        """Start engines, each under its plan or by itself, together where they can."""
+        for column, plan in plans.items():
+            self._begin(column, plan)
+            if not self._together:
+                self._await_start(column, limits)
+        if self._together:
+            for column in plans:
+                self._await_start(column, limits)
+
+    def _begin(self, column: str, plan: Path | None) -> None:
         slug = column.replace(" ", "-").replace("'", "")
         variables = {
             "CAPTURE_PLANNER_OBSERVE": str(self.folder / f"observed-{slug}"),
@@ -253,13 +248,11 @@ class Deployment:
         self.children[column] = child
         child.ask({})
 
-    def await_start(self, column: str, limits: Limits) -> None:
-        """Wait until an engine has started, and let it serve the warm-up."""
+    def _await_start(self, column: str, limits: Limits) -> None:
         answer = self._ask(column, None, limits)
-        if answer is None:
-            return
-        self.results["engines"][column] = answer["facts"]
-        CONSOLE.print(f"{self.group.name}: {column}: {answer['facts']}", markup=False)
+        if answer is not None:
+            self.results["engines"][column] = answer["facts"]
+            CONSOLE.print(f"{self.group.name}: {column}: {answer['facts']}", markup=False)
 
     def warm_up(self, column: str, limits: Limits) -> None:
         """Serve requests that are neither observed nor measured: the first steps of a size compile kernels."""
@@ -302,6 +295,24 @@ class Deployment:
                 text = ", ".join(f"{name} {figures[name]}" for name in ("tokens_per_second", "itl_ms_p99"))
                 CONSOLE.print(f"{self.group.name}: round {turn}, {row['load']}, {column}: {text}", markup=False)
 
+    def tune(self, observed: Path | None, limits: Limits) -> Path | None:
+        """Note what ``tune`` says of an observation; return the new plan, where it changes something."""
+        if observed is None:
+            return None
+        shutil.copytree(observed, self.folder / "before")
+        before = time.monotonic()
+        try:
+            report = report_of(planner("tune", "before", "-o", "tuned", folder=self.folder), limits.left)
+        except RuntimeError as error:
+            self.failed("tune", error)
+            return None
+        kept = ("verdict", "reason", "today", "proposed", "assumptions", "notes", "steps")
+        self.results["tune"] = {name: report.get(name) for name in kept}
+        self.results["tune"]["waited_seconds"] = round(time.monotonic() - before, 1)
+        CONSOLE.print(f"{self.group.name}: tune: {report.get('verdict')}: {report.get('reason')}", markup=False)
+        plan = self.folder / "tuned" / "plan.yaml"
+        return plan if report.get("verdict") == "change" and plan.exists() else None
+
     def _ask(self, column: str, request: Mapping[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
         """Return the next answer of an engine; None, with a note, where there is no answer."""
         child = self.children.get(column)
@@ -334,93 +345,35 @@ def report_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return report
 
 
-def tuned(processes: Mapping[Deployment, subprocess.Popen[str]], limits: Limits) -> Iterator[tuple[Deployment, Path]]:
-    """Note what ``tune`` says of each deployment; yield those that it changes, with the new plan."""
-    for each, process in processes.items():
-        before = time.monotonic()
-        try:
-            report = report_of(process, limits.left)
-        except RuntimeError as error:
-            each.failed("tune", error)
-            continue
-        kept = ("verdict", "reason", "today", "proposed", "assumptions", "notes", "steps")
-        each.results["tune"] = {name: report.get(name) for name in kept}
-        each.results["tune"]["waited_seconds"] = round(time.monotonic() - before, 1)
-        CONSOLE.print(f"{each.group.name}: tune: {report.get('verdict')}: {report.get('reason')}", markup=False)
-        plan = each.folder / "tuned" / "plan.yaml"
-        if report.get("verdict") == "change" and plan.exists():
-            yield each, plan
-
-
-def compared(each: Deployment, after: Path, limits: Limits) -> dict[str, Any]:
-    """Return what ``compare`` says of the observations without and under the plan."""
-    process = planner("compare", "before", str(after), folder=each.folder)
-    try:
-        return {"report": report_of(process, min(60.0, limits.left)), "exit_code": process.returncode}
-    except RuntimeError as error:
-        return {"error": str(error)}
-
-
-def started(plans: Sequence[tuple[Deployment, str, Path | None]], rig: Rig, limits: Limits) -> None:
-    """Start engines under plans, together where they can."""
-    for each, column, plan in plans:
-        each.start(column, plan)
-        if not rig.together:
-            each.await_start(column, limits)
-    if rig.together:
-        for each, column, _ in plans:
-            each.await_start(column, limits)
-
-
-def measure(groups: Sequence[Group], rig: Rig, folder: Path, limits: Limits) -> Iterator[dict[str, Any]]:
-    """Measure groups at the same time, one load after another; yield the results by group as they come."""
+def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[dict[str, Any]]:
+    """Measure a group, one load after another; yield its results as they come."""
     with ExitStack() as stack:
-        running = [Deployment(group, rig, folder, stack) for group in groups]
-
-        def results() -> dict[str, Any]:
-            return {each.group.name: summarised(each.results) for each in running}
-
-        plans: list[tuple[Deployment, str, Path | None]] = []
-        for each in running:
-            plans.append((each, ITSELF, None))
-            if EXPERT in each.group.columns and rig.expert is not None:
-                file = each.folder / "expert.yaml"
-                file.write_text(dumps(rig.expert(each.group)), encoding="utf-8")
-                plans.append((each, EXPERT, file))
-        started(plans, rig, limits)
-        yield results()
-        observed: list[Deployment] = []
-        for each in running:
-            each.warm_up(ITSELF, limits)
-            found = each.observe(limits)
-            if found is not None:
-                shutil.copytree(found, each.folder / "before")
-                observed.append(each)
-        yield results()
-        tuning = {each: planner("tune", "before", "-o", "tuned", folder=each.folder) for each in observed}
-        changed = list(tuned(tuning, limits))
-        started([(each, TUNED, plan) for each, plan in changed], rig, limits)
-        for each in running:
-            for column in [name for name in each.children if name != ITSELF]:
-                each.warm_up(column, limits)
-        yield results()
+        each = Deployment(group, rig, folder, stack)
+        plans: dict[str, Path | None] = {ITSELF: None}
+        if EXPERT in group.columns and rig.expert is not None:
+            plans[EXPERT] = file = each.folder / "expert.yaml"
+            file.write_text(dumps(rig.expert(group)), encoding="utf-8")
+        each.start(plans, limits)
+        yield summarised(each.results)
+        each.warm_up(ITSELF, limits)
+        observed = each.observe(limits)
+        yield summarised(each.results)
+        plan = each.tune(observed, limits)
+        if plan is not None:
+            each.start({TUNED: plan}, limits)
+        for column in [name for name in each.children if name != ITSELF]:
+            each.warm_up(column, limits)
+        yield summarised(each.results)
         longest = 0.0
         for turn in range(limits.rounds):
             if limits.left < 1.1 * longest:
                 CONSOLE.print(f"round {turn} takes {longest:.0f} s, and {limits.left:.0f} s are left", markup=False)
                 break
             began = time.monotonic()
-            for each in running:
-                for index, load in enumerate(each.group.loads):
-                    each.serve(turn, index, load, limits)
+            for index, load in enumerate(group.loads):
+                each.serve(turn, index, load, limits)
             longest = max(longest, time.monotonic() - began)
-            yield results()
-        for each in running:
-            folders = {column: each.observation(column, limits) for column in list(each.children)}
-            after = folders.get(TUNED)
-            if after is not None:
-                each.results["compare"] = compared(each, after, limits)
-        yield results()
+            yield summarised(each.results)
 
 
 def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -532,8 +485,9 @@ def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping
     return found
 
 
-def targets_of(name: str, group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def targets_of(group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the targets of a group, and whether each is met."""
+    name = group.name
     if TUNED not in result["medians"]:
         tune = result.get("tune") or {}
         reasons = "; ".join(each.strip().splitlines()[-1] for each in result["errors"])
@@ -597,11 +551,10 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable[[Path], Rig], at_once: int = 1) -> int:
+def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable[[Path], Rig]) -> int:
     """Measure groups, print and write what came as it comes; exit code 1 where a target is missed.
 
     :param rig_in: returns how engines are run; it may write into the folder that it gets.
-    :param at_once: groups whose engines are alive together.
     """
     end = time.monotonic() + arguments.seconds
     results: dict[str, Any] = {}
@@ -609,18 +562,13 @@ def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         rig = rig_in(folder)
-        batches = [groups[first : first + at_once] for first in range(0, len(groups), at_once)]
-        for index, batch in enumerate(batches):
-            share = (end - time.monotonic()) / (len(batches) - index)
+        for index, group in enumerate(groups):
+            share = (end - time.monotonic()) / (len(groups) - index)
             limits = Limits(rounds=arguments.rounds, observed=arguments.observed_steps, until=time.monotonic() + share)
-            for found in measure(batch, rig, folder, limits):
-                results |= found
-                targets = dict(
-                    target
-                    for group in groups
-                    if group.name in results
-                    for target in targets_of(group.name, group, results[group.name])
-                )
+            earlier = targets
+            for found in measure(group, rig, folder, limits):
+                results[group.name] = found
+                targets = earlier | dict(targets_of(group, found))
                 finish(arguments, {"results": results, "targets": targets})
     for name, result in results.items():
         show(name, result)

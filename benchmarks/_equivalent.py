@@ -16,10 +16,10 @@ _SAME_LENGTHS = "a check that never fails: both have the same length"
 _BISECTED = "bisect returns no more than the length"
 _DEVICE = "runs on a GPU only, where tests/gpu compares its bytes; these tests have none"
 _ON_DEVICE = "runs on a GPU only: these tests have none"
-_OTHER_END = (
-    "the other end of a range: no step lies between the two, or the list has the top itself and nothing above it"
-)
+_OTHER_END = "the other end of a range: no step lies between the two, or the list ends at the top"
 _DEPLOYMENT = "a deployment to check with: its neighbours are as good"
+_ROUNDS = "how often the rest is recomputed: the sizes are the best either way"
+_STOPS = "after how many sets a search stops, and says so"
 
 
 def _ordered(name: str, *, first: bool) -> Iterable[tuple[str, str, str]]:
@@ -51,15 +51,11 @@ RULES: dict[str, Rules] = {
     ),
     "planning/sizing/budget": (
         ("pair[0].kind is kind", r"pair\[ ?-?1\]\.kind", "a ladder is of the same kind before and after"),
-        (
-            "-(ladder.query_len or 0)",
-            r"or +-?1\)",
-            "mixed ladders have no query length, and are compared with each other by role alone",
-        ),
+        ("-(ladder.query_len or 0)", r"or +-?1\)", "mixed ladders have no query length: only roles tell them apart"),
     ),
     "planning/sizing/minimax": (
-        ("_ROUNDS = 4", r"_ROUNDS = +[35]", "how often the rest is recomputed: the sizes are the best either way"),
-        ("rounds -= 1", r"rounds -= +[02]", "how often the rest is recomputed: the sizes are the best either way"),
+        ("_ROUNDS = 4", r"_ROUNDS = +[35]", _ROUNDS),
+        ("rounds -= 1", r"rounds -= +[02]", _ROUNDS),
         ("domain.after(0)", r"after\( ?-1\)", "no count is below one"),
         ("if anchor < len(anchors):", r"anchor (!=|is not) len", _BISECTED),
         ("if nearest == len(candidates):", r"nearest (>=|is) len", _BISECTED),
@@ -71,11 +67,7 @@ RULES: dict[str, Rules] = {
         ("if len(sizes) >= len(self.sizes)", r"\) (==|is) len", "a looser ratio never takes more sizes"),
     ),
     "planning/sizing/engine_lists": (
-        (
-            "if query_len > 1 and",
-            r"query_len (!= 1|>= 1|> +0)",
-            "for one token each the general rule gives the same sizes",
-        ),
+        ("if query_len > 1 and", r"query_len (!= 1|>= 1|> +0)", "for one token the general rule gives the same sizes"),
         ("*range(10, 33, 2)", r"\b34,", _OTHER_END),
         ("*range(40, 65, 4)", r"\b66,", _OTHER_END),
         ("*range(72, 257, 8)", r"\b258,", _OTHER_END),
@@ -98,11 +90,7 @@ RULES: dict[str, Rules] = {
     "planning/measured/allocation": (
         ("_Allocation(0, 0, ()", r"_Allocation\((\s*-?1, 0|0,\s*-?1),", "a constant in all sums that are compared"),
         ("left: tuple[int, ...] = attrs.field(order=False)", r"order=True", "orders states that are equal in all else"),
-        (
-            "left - need for left, need",
-            r"left (<<|\+|\|) need",
-            "a choice that leaves too little for the later groups is no choice there",
-        ),
+        ("left - need for left, need", r"left (<<|\+|\|) need", "a choice that leaves too little is none"),
         (
             "Fraction(1, longest**2 + 1)",
             r"longest\*\*2 (\*|//|\*\*|\||<<|\^|-) 1|longest\*\*2 \+ +[02]|longest\*\* ?3",
@@ -115,11 +103,7 @@ RULES: dict[str, Rules] = {
         (" is not _FULL", r" < _FULL", _SORTS_LAST),
     ),
     "planning/planner": (
-        (
-            "100 * groups + 10 * decisions",
-            r"100 \*\* groups",
-            "more plans are written to see it: the answer is the same",
-        ),
+        ("100 * groups + 10 * decisions", r"100 \*\* groups", "more plans are written: the same answer"),
         ("100 * groups + 10 * decisions", r"groups // 10", "an estimate, to be far from what a file may have"),
     ),
     "planning/measured/teams": (
@@ -127,26 +111,18 @@ RULES: dict[str, Rules] = {
     ),
     "planning/measured/search": (
         ("bound.limit < 0 for bound", r"limit <= 0", "to waive what takes of no bound saves nothing"),
-        ("MOST_LISTED = 1 << 16", r"MOST_LISTED = .*", "after how many sets a search stops, and says so"),
-        ("MOST_SETS = 1024", r"MOST_SETS = +102[35]", "after how many sets a search stops, and says so"),
+        ("MOST_LISTED = 1 << 16", r"MOST_LISTED = .*", _STOPS),
+        ("MOST_SETS = 1024", r"MOST_SETS = +102[35]", _STOPS),
         ("if tried == MOST_SETS or", r"(tried|number) >= MOST", "both grow by one"),
         (
             "if best is not None and (least > best[0][0]",
             r"\(least == best\[0\]\[0\] or|> best\[0\]\[ ?0\]\)\)",
             "it ends a search in which nothing better is left",
         ),
-        (
-            "range(len(cheap) + 1)",
-            r"\) \^ 1|\) \| 1|\) \+ +2",
-            "the set of all is one of those tried, or is tried twice",
-        ),
+        ("range(len(cheap) + 1)", r"\) \^ 1|\) \| 1|\) \+ +2", "the set of all is tried anyway, or twice"),
     ),
     "planning/costs": (
-        (
-            "abs((steps or 1)",
-            r"\(steps or +[02]\)",
-            "a curve without a chain is compared with others without one, by what comes before and after",
-        ),
+        ("abs((steps or 1)", r"\(steps or +[02]\)", "curves without a chain differ in other parts of the key"),
         ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
     ),
     "planning/measured/choice": (("if any(len(team) > 1 and", r"\) != 1", "no team is empty"),),
@@ -154,16 +130,8 @@ RULES: dict[str, Rules] = {
         ("return items[-1][0]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),
     ),
     "dispatch/dispatcher": (
-        (
-            "entry.num_tokens // query_len)",
-            r"num_tokens / query_len",
-            "holds as many requests as the whole number below",
-        ),
-        (
-            "entry.num_reqs >= entry.num_tokens:",
-            r"num_reqs (>|==) entry",
-            "such a bound binds no batch: more tables, same answers",
-        ),
+        ("entry.num_tokens // query_len)", r"num_tokens / query_len", "as many requests as the whole number below"),
+        ("entry.num_reqs >= entry.num_tokens:", r"num_reqs (>|==) entry", "the bound binds no batch: the same answers"),
         ("if level < len(self._levels)", r"level (!=|is not) len", _BISECTED),
         ("_CACHE_SIZE = 1 << 16", r"_CACHE_SIZE = .*", "how many answers are kept"),
         ("self._cached = 1", r"_cached = +[02]", "how many answers are kept"),
@@ -184,11 +152,7 @@ RULES: dict[str, Rules] = {
         ("with nothing_collected(), torch.cuda.stream(stream):", r".", _DEVICE),
     ),
     "conformance/audits": (
-        (
-            "with subject.stage(subject, cases[0].scene)",
-            r"cases\[ ?-?1\]",
-            "the scenes differ in their mode, not in their fields",
-        ),
+        ("with subject.stage(subject, cases[0].scene)", r"cases\[ ?-?1\]", "scenes differ in mode, not in fields"),
         ("_cases(shapes[0], seed)", r"shapes\[ ?-?1\]", "a shape to audit with: another is as good"),
     ),
     "conformance/memory": (

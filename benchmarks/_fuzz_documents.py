@@ -15,20 +15,15 @@ from ruamel.yaml import YAML
 
 def bomb(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
     """A document built to hurt a YAML reader, alone or behind a real one."""
-    make = rng.choice(_BOMBS)
-    size = int(2 ** rng.uniform(4, 20))
-    text = make(rng, size)
+    name = rng.choice(list(_BOMBS))
+    text = _BOMBS[name](rng, int(2 ** rng.uniform(4, 20)))
     if rng.random() < 0.4:
         text = base + "extra: " + (text if "\n" not in text else "\n" + re.sub("^", "  ", text, flags=re.MULTILINE))
-    return "bomb: " + make.__name__.strip("_"), text
+    return f"bomb: {name}", text
 
 
 def _repeat(unit: str, size: int) -> str:
     return unit * max(size // len(unit), 1)
-
-
-def _deep_flow(rng: random.Random, size: int) -> str:
-    return rng.choice(("[", "{a: ", "[{a: ", "[a, ", "{? ", "{[")) * min(size, 200_000)
 
 
 def _deep_block(rng: random.Random, size: int) -> str:
@@ -39,30 +34,7 @@ def _deep_block(rng: random.Random, size: int) -> str:
 
 def _aliases(rng: random.Random, size: int) -> str:
     levels, fan = rng.randint(2, 30), rng.choice((2, 5, 10))
-    text = "a0: &a0 [x, x]\n"
-    for i in range(1, levels):
-        text += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * fan)}]\n"
-    return text
-
-
-def _alias_keys(rng: random.Random, size: int) -> str:
-    return "a: &a x\n" + _repeat("*a : 1\n", min(size, 200_000))
-
-
-def _self_alias(rng: random.Random, size: int) -> str:
-    return rng.choice(("&a [*a]", "a: &a {b: *a}", "&a {*a : 1}", "a: &a [&b {c: *a}, *b]"))
-
-
-def _many_aliases(rng: random.Random, size: int) -> str:
-    return "a: &a [1, 2, 3]\nb: [" + _repeat("*a, ", size) + "]\n"
-
-
-def _many_anchors(rng: random.Random, size: int) -> str:
-    return "".join(f"k{i}: &n{i} {i}\n" for i in range(min(size // 12, 60_000)))
-
-
-def _merge(rng: random.Random, size: int) -> str:
-    return "base: &b {x: 1}\n" + _repeat("y: {<<: *b}\n", min(size, 50_000)) + "<<: [*b, *b]\n"
+    return "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * fan)}]\n" for i in range(1, levels))
 
 
 def _long_scalar(rng: random.Random, size: int) -> str:
@@ -89,19 +61,11 @@ def _many_keys(rng: random.Random, size: int) -> str:
     return "{" + ", ".join(f"k{i}" for i in range(count)) + "}"
 
 
-def _same_keys(rng: random.Random, size: int) -> str:
-    return _repeat("version: 1\n", size)
-
-
 def _many_items(rng: random.Random, size: int) -> str:
     unit = rng.choice(
         ("1, ", "[], ", "{}, ", "a: b, ", ", ", "'', ", "null, ", "1.5e3, ", "[1, 2], ", "? , ", "!!int 1, ")
     )
     return f"limits: [{_repeat(unit, size)}]\n"
-
-
-def _many_documents(rng: random.Random, size: int) -> str:
-    return _repeat(rng.choice(("---\n", "--- a\n", "...\n", "%YAML 1.2\n---\n")), size)
 
 
 def _directives(rng: random.Random, size: int) -> str:
@@ -130,11 +94,28 @@ def _escapes(rng: random.Random, size: int) -> str:
     return f'name: "{_repeat(unit, size)}"\n'
 
 
-_BOMBS: tuple[Callable[[random.Random, int], str], ...] = (
-    *(_deep_flow, _deep_block, _aliases, _alias_keys, _self_alias, _many_aliases, _many_anchors, _merge),
-    *(_long_scalar, _long_key, _many_lines, _many_keys, _same_keys, _many_items, _many_documents, _directives),
-    *(_tags, _unclosed, _numerals, _escapes),
-)
+_BOMBS: dict[str, Callable[[random.Random, int], str]] = {
+    "deep flow": lambda rng, size: rng.choice(("[", "{a: ", "[{a: ", "[a, ", "{? ", "{[")) * min(size, 200_000),
+    "deep block": _deep_block,
+    "aliases": _aliases,
+    "alias keys": lambda rng, size: "a: &a x\n" + _repeat("*a : 1\n", min(size, 200_000)),
+    "self alias": lambda rng, size: rng.choice(("&a [*a]", "a: &a {b: *a}", "&a {*a : 1}", "a: &a [&b {c: *a}, *b]")),
+    "many aliases": lambda rng, size: "a: &a [1, 2, 3]\nb: [" + _repeat("*a, ", size) + "]\n",
+    "many anchors": lambda rng, size: "".join(f"k{i}: &n{i} {i}\n" for i in range(min(size // 12, 60_000))),
+    "merge": lambda rng, size: "base: &b {x: 1}\n" + _repeat("y: {<<: *b}\n", min(size, 50_000)) + "<<: [*b, *b]\n",
+    "long scalar": _long_scalar,
+    "long key": _long_key,
+    "many lines": _many_lines,
+    "many keys": _many_keys,
+    "same keys": lambda rng, size: _repeat("version: 1\n", size),
+    "many items": _many_items,
+    "many documents": lambda rng, size: _repeat(rng.choice(("---\n", "--- a\n", "...\n", "%YAML 1.2\n---\n")), size),
+    "directives": _directives,
+    "tags": _tags,
+    "unclosed": _unclosed,
+    "numerals": _numerals,
+    "escapes": _escapes,
+}
 
 
 def _number(rng: random.Random) -> int:

@@ -19,6 +19,8 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from capture_planner import codec
+from capture_planner.records.plan import Plan
 from capture_planner_runner.models.fp8 import quantized
 
 CONTROLS = ("\x1b]0;owned\x07", "\x1b[31m", "\x9b2J", "\u202e", "\u2066", "\x00", "\r", "\x7f", "\u2028", "\U000e0041")
@@ -126,14 +128,14 @@ def changed(rng: random.Random, text: str) -> bytes:
     return data
 
 
-def trace(rng: random.Random, folder: Path) -> Input:
+def trace(rng: random.Random, folder: Path, index: int) -> Input:
     """Write a trace."""
     file = folder / "trace.csv"
     file.write_bytes(changed(rng, _ROWS))
     return Input(made_by="trace", files=(file,))
 
 
-def prompts(rng: random.Random, folder: Path) -> Input:
+def prompts(rng: random.Random, folder: Path, index: int) -> Input:
     """Write a file of prompts, and the folder of a tokenizer."""
     file, text = rng.choice(((folder / "p.txt", _LINES), (folder / "p.jsonl", _OBJECTS)))
     file.write_bytes(changed(rng, text))
@@ -154,9 +156,9 @@ def prompts(rng: random.Random, folder: Path) -> Input:
 # Text and outputs ------------------------------------------------------------------------------
 
 
-def plan_text(rng: random.Random, folder: Path, plan: dict[str, Any]) -> Input:
+def plan_text(rng: random.Random, folder: Path, plan: str) -> Input:
     """Write a plan with control characters in some of its texts."""
-    data = json.loads(json.dumps(plan))
+    data = json.loads(json.dumps(codec.to_data(codec.loads(plan, Plan))))
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:

@@ -52,7 +52,7 @@ _REPORT = json.dumps(
 _OPTIONS = ("--step-ms", "--query-len", "--decode-log-interval", "--acceptance", "--part")
 
 
-def log(rng: random.Random, folder: Path) -> Input:
+def log(rng: random.Random, folder: Path, index: int) -> Input:
     """Write a source: some lines with odd numbers, or one good line next to a long hostile one."""
     steps = [line.example for each in log_formats() for line in each.lines if line.detail]
     steps += [_FORWARD_PASS]

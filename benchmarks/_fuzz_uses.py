@@ -14,13 +14,13 @@ import sys
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import ROOT, shipped_environments, shipped_specs
-from _fuzz_documents import Corpus, document
+from _bench import CONSOLE, ROOT, shipped_environments, shipped_specs
+from _fuzz_documents import Corpus, Document, document
 
 from capture_planner import codec
 from capture_planner.analysis.lint import lint
@@ -34,6 +34,10 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 
 MEBI = 1 << 20
+MEGABYTES = 200
+"""Most memory that one document may take."""
+TRACE_EVERY = 25
+"""One document in so many is traced."""
 TYPES: dict[str, type[Spec | Environment | Plan]] = {"spec": Spec, "environment": Environment, "plan": Plan}
 
 
@@ -58,8 +62,6 @@ class Outcome:
     stages: dict[str, float] = attrs.field(factory=dict)
     rss: int = 0
     traced: int | None = None
-    entries: int = 0
-    message: int = 0
     violations: list[str] = attrs.field(factory=list)
 
     @property
@@ -82,53 +84,20 @@ class State:
 _STATE: list[State] = []
 
 
-@attrs.frozen(eq=False)
-class PlanTexts(Sequence[str]):
-    """The plan of every spec on every environment, made when it is asked for; the next one where none can be made."""
-
-    _pairs: list[tuple[Spec, Environment]]
-    _backends: registry.Registry
-    _made: dict[int, str] = attrs.field(factory=dict, init=False)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index not in self._made:
-            spec, environment = self._pairs[index]
-            try:
-                self._made[index] = codec.dumps(planner.plan(spec, environment, self._backends))
-            except CapturePlannerError:
-                self._made[index] = self[(index + 1) % len(self)]
-        return self._made[index]
-
-
 def prepare(arguments: argparse.Namespace) -> None:
     """Make a worker ready: corpus, backends, and limits on memory and time."""
-    specs, environments = shipped_specs(), shipped_environments()
-    backends = registry.load_backends()
-    pairs = [(specs[name], environments[other]) for name in sorted(specs) for other in sorted(environments)]
     read = {
-        path.stem: path.read_text(encoding="utf-8")
-        for folder in ("specs", "environments")
-        for path in sorted((ROOT / "plans" / folder).glob("*.yaml"))
+        folder: [path.read_text("utf-8") for path in sorted((ROOT / "plans" / folder).glob("*.yaml"))]
+        for folder in ("specs", "environments", "locked")
     }
-    corpus = Corpus(
-        spec=[read[name] for name in specs],
-        environment=[read[name] for name in environments],
-        plan=PlanTexts(pairs, backends),
-    )
-    _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
+    corpus = Corpus(spec=read["specs"], environment=read["environments"], plan=read["locked"])
+    specs, environments = [*shipped_specs().values()], [*shipped_environments().values()]
+    _STATE[:] = [State(arguments, corpus, specs, environments, registry.load_backends())]
     # First-use costs are not a document's.
     lint(codec.loads(corpus.plan[0], Plan))
     limit(2048)
     gc.collect()
     gc.freeze()  # what every worker keeps is not looked at again before each document
-
-
-def corpus() -> Corpus:
-    """Return the documents that this process mutates, once it is ready."""
-    return _STATE[0].corpus
 
 
 def limit(mebibytes: int) -> None:
@@ -164,44 +133,43 @@ def check(index: int) -> Outcome:
     state = _STATE[0]
     arguments = state.arguments
     source = document(state.corpus, arguments.seed, index, arguments.only_kind)
-    outcome = _timed(state, source.kind, source.made_by, source.data, index)
+    if arguments.only is not None:
+        CONSOLE.print(source.data[:4000].decode("utf-8", "replace"), markup=False, highlight=False)
+    outcome = _timed(state, source, index)
     if arguments.seconds < outcome.slowest < 2 * arguments.seconds and not outcome.violations:
-        again = _timed(state, source.kind, source.made_by, source.data, index)
+        again = _timed(state, source, index)
         outcome = min(outcome, again, key=lambda outcome: outcome.slowest)
     if outcome.slowest > arguments.seconds and outcome.outcome != "hung":
         stage = max(outcome.stages, key=lambda stage: outcome.stages[stage])
         outcome.violations.append(f"{stage} took {outcome.slowest:.2f} s")
-    if outcome.rss > arguments.megabytes * MEBI:
+    if outcome.rss > MEGABYTES * MEBI:
         outcome.violations.append(f"resident memory grew by {outcome.rss >> 20} MiB")
-    if index % arguments.trace_every == 0 and not outcome.violations:
+    if index % TRACE_EVERY == 0 and not outcome.violations:
         tracemalloc.start()
         try:
-            _timed(state, source.kind, source.made_by, source.data, index)
+            _timed(state, source, index)
             outcome.traced = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        if outcome.traced > arguments.megabytes * MEBI:
+        if outcome.traced > MEGABYTES * MEBI:
             outcome.violations.append(f"allocated {outcome.traced >> 20} MiB")
     return outcome
 
 
-def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Outcome:
+def _timed(state: State, source: Document, index: int) -> Outcome:
     """Run one document under the guards."""
-    outcome = Outcome(index=index, kind=kind, made_by=made_by, size=len(data))
+    outcome = Outcome(index=index, kind=source.kind, made_by=source.made_by, size=len(source.data))
     gc.collect()
     reset_peak()
     before = memory("VmRSS")
     rng = random.Random(f"use:{state.arguments.seed}:{index}")
-    guarded(outcome, state.arguments.hang, lambda: _through(state, outcome, data, rng))
+    guarded(outcome, state.arguments.hang, lambda: _through(state, outcome, source.data, rng))
     outcome.rss = max(memory("VmHWM") - before, 0)
     return outcome
 
 
 def guarded(outcome: Outcome, hang: float, use: Callable[[], None]) -> None:
-    """Use an input, and note how that ended where it must not have.
-
-    :param hang: processor seconds after which it is stopped.
-    """
+    """Use an input, for at most ``hang`` processor seconds, and note how that ended where it must not have."""
     signal.setitimer(signal.ITIMER_PROF, hang)
     start = time.process_time()
     try:
@@ -270,7 +238,6 @@ def _through(state: State, outcome: Outcome, data: bytes, rng: random.Random) ->
                 text = codec.dumps(plan)
             with stage(outcome, "read plan"):
                 _same(plan, text, Plan)
-    outcome.entries = plan.num_graphs
     with stage(outcome, "dispatch"):
         _dispatch(plan, rng)
     with stage(outcome, "lint"):
@@ -303,7 +270,7 @@ def _same(value: Spec | Environment | Plan, text: str, kind: type[Spec | Environ
 def _refused(outcome: Outcome, error: CapturePlannerError, by: str) -> None:
     """Classify a refusal, and check that it can be shown."""
     try:
-        outcome.message = len(str(error).encode())
+        str(error).encode()
     except UnicodeEncodeError as wrong:
         raise BrokenLawError(f"the message cannot be shown: {wrong}") from error
     problems = error.problems if isinstance(error, InvalidValue) else ()

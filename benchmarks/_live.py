@@ -23,7 +23,7 @@ from capture_planner_vllm.inside import hooks
 from capture_planner_vllm.inside.observe_seams import MANAGERS
 from capture_planner_vllm.inside.trials import OUTPUTS
 
-WRAPPERS = (("vllm.compilation.cuda_graph", "CUDAGraphWrapper", "concrete_cudagraph_entries"),)
+WRAPPERS = "vllm.compilation.cuda_graph"
 """Where PIECEWISE graphs of compiled models lie: one table a piece."""
 
 PADDING_SLOT = -1
@@ -178,14 +178,10 @@ class LiveGraphs:
                 del table[key]
         self._full[role] = tuple(desc for desc in self._full[role] if desc not in gone)
 
-    def change(self, tables: Mapping[Role, GraphTable]) -> tuple[int, int]:
-        """Go over to tables at once: add, dispatch, drop. Return how many graphs were added, and how many dropped."""
-        added = self.missing(tables)
-        self.add(added)
-        self.use(tables)
-        dropped = self.surplus(tables)
-        self.drop(dropped)
-        return len(added), len(dropped)
+    def change(self, tables: Mapping[Role, GraphTable]) -> None:
+        """Go over to tables at once: add, dispatch, drop."""
+        for _ in self.stepwise(tables, sys.maxsize):
+            pass
 
     def stepwise(self, tables: Mapping[Role, GraphTable], together: int = 1, *, drops: bool = True) -> Iterator[None]:
         """Go over to tables by parts of ``together`` graphs; the caller runs steps between two of them.
@@ -280,18 +276,11 @@ class PieceWatch:
 
 def all_pieces() -> list[Any]:
     """Return the wrappers of all compiled pieces of this process."""
-    return [
-        piece
-        for module, name, _ in WRAPPERS
-        for piece in list(getattr(getattr(sys.modules.get(module), name, None), "_all_instances", ()))
-    ]
+    return [*getattr(getattr(sys.modules.get(WRAPPERS), "CUDAGraphWrapper", None), "_all_instances", ())]
 
 
 def live_graphs(runner: Any, pieces: Mapping[Role, Collection[Any]]) -> LiveGraphs:
-    """Return the graphs of a model runner that has captured.
-
-    :param pieces: what ``PieceWatch`` saw.
-    """
+    """Return the graphs of a model runner that has captured; ``PieceWatch`` has its pieces."""
     speculator = runner.speculator
     managers = {Role.TARGET: runner.cudagraph_manager}
     for role, name in (

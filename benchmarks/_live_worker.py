@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import _live
-from _arriving import Delivery, Request, Vllm, requests_of, serve
+from _arriving import Delivery, Vllm, requests_of, serve
 from _arriving_worker import OBSERVERS, RECORDERS, remember_observer
 from _live import GraphTable, LiveGraphs, PieceWatch, live_graphs
 
@@ -33,45 +33,23 @@ from capture_planner_vllm.inside.observe_seams import MANAGERS
 from capture_planner_vllm.inside.seam import after_import
 
 MIB = 1 << 20
-WEIGHTS = 0.2
-"""Weights of float32 engines are drawn evenly from minus this to this."""
-TIE = 0.001
-"""Log probabilities by which two tokens may be apart in float32 and still be a tie, which rounding decides."""
-
 Emit = Callable[[dict[str, Any]], None]
 
 
 class ChangingEngine(Vllm):
     """vLLM that lets something happen before each step, and keeps what came out."""
 
-    def __init__(self, arguments: Mapping[str, Any], log_probabilities: int | None = None) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
         core = self.engine.engine_core.engine_core
         self.core, self.runner = core, core.model_executor.driver_worker.worker.model_runner
-        self.log_probabilities = log_probabilities
         self.begin(None)
 
     def begin(self, between: Callable[[int], None] | None) -> None:
-        """Begin a load.
-
-        :param between: called before each step, with its number; its time counts as the step's.
-        """
+        """Begin a load; ``between`` gets the number of each step before it, and its time counts as the step's."""
         self._between, self._step = between, 0
         self.tokens: dict[str, list[int]] = {}
-        self.margins: dict[str, list[float]] = {}
         self.pauses: list[float] = []
-
-    def add(self, name: str, request: Request) -> None:
-        if self.log_probabilities is None:
-            super().add(name, request)
-            return
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        sampling = SamplingParams(
-            max_tokens=request.output, temperature=0, ignore_eos=True, detokenize=False,
-            logprobs=self.log_probabilities, output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling)
 
     def step(self) -> Iterable[Delivery]:
         if self._between is not None:
@@ -85,9 +63,6 @@ class ChangingEngine(Vllm):
         for output in self.engine.step():
             given = output.outputs[0]
             self.tokens.setdefault(output.request_id, []).extend(given.token_ids)
-            for place in given.logprobs or ():
-                best = sorted((value.logprob for value in place.values()), reverse=True)
-                self.margins.setdefault(output.request_id, []).append(best[0] - best[1])
             found.append(Delivery(output.request_id, len(given.token_ids), output.finished))
         return found
 
@@ -115,8 +90,6 @@ class Bench:
 
         vllm_plugin.register()  # vLLM finds it by itself only where it is installed
         remember_observer()
-        if arguments.get("dtype") == "float32":
-            large_weights()
         watch = PieceWatch()
         after_import(MANAGERS, watch.install)
         self.engine = ChangingEngine(arguments)
@@ -158,14 +131,6 @@ class Bench:
             "output_rows": _rows(manager),
             "attention": sorted({g.backend.get_name() for groups in self.runner.attn_groups for g in groups}),
         }
-
-
-def large_weights() -> None:
-    """Let random weights be so large that attention decides the tokens: with vLLM's own the residual alone does."""
-    from vllm.model_executor.model_loader import dummy_loader
-
-    fill = functools.partial(dummy_loader.initialize_single_dummy_weight, low=-WEIGHTS, high=WEIGHTS)
-    dummy_loader.initialize_single_dummy_weight = fill
 
 
 def _rows(manager: Any) -> int | None:
@@ -430,127 +395,6 @@ def _prints(bench: Bench) -> dict[str, int]:
     return result
 
 
-# Growth
-
-
-def growth(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
-    """What bounds a later graph: each case is tried, and the engine serves afterwards."""
-    runner, live = bench.runner, bench.live
-    manager = runner.cudagraph_manager
-    limits = runner.vllm_config.scheduler_config
-    most, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    held = live.now()[Role.TARGET].graphs
-    full: Any = next((desc for desc in held if desc.cg_mode.name == "FULL"), None)
-    piece: Any = next((desc for desc in held if desc.cg_mode.name == "PIECEWISE"), None)
-
-    def attempt(name: str, work: Callable[[], Any]) -> None:
-        before = free()
-        row: dict[str, Any] = {"case": name, "rows_before": _rows(manager)}
-        try:
-            row["seconds"] = round(timed(work), 4)
-            row["outcome"] = "captured"
-        except Exception as error:
-            row["outcome"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        row |= {"rows": _rows(manager), "mib": round(before - free(), 2)}
-        figures = bench.engine.run(request["load"], f"{request['tag']}{name[:12]}", 4)
-        emit(row | {"served_on": figures["requests"], "failed": figures["failed"]})
-
-    def decode(count: int) -> Callable[[], None]:
-        graph = replace(full, num_tokens=count * bench.width, num_reqs=count)
-        return functools.partial(live.add, [(Role.TARGET, graph)])
-
-    def mixed(size: int) -> Callable[[], None]:
-        return functools.partial(live.add, [(Role.TARGET, replace(piece, num_tokens=size))])
-
-    def enlarged() -> None:
-        import torch
-
-        held = [manager.hidden_states, *manager.aux_hidden_states]
-        grown = [
-            torch.empty(most * bench.width, *each.shape[1:], dtype=each.dtype, device=each.device) for each in held
-        ]
-        manager.hidden_states, manager.aux_hidden_states = grown[0], grown[1:]
-        anew(bench, live.now())
-
-    if full is not None:
-        attempt(f"a decode of {most} requests, above the rows of the outputs", decode(most))
-        attempt("larger outputs, and all graphs captured anew", enlarged)
-        attempt(f"a decode of {most} requests after that", decode(most))
-    if piece is not None:
-        for size in (2 * bench.sizes[-1], tokens // 2, tokens):
-            attempt(f"PIECEWISE of {size} tokens", mixed(size))
-        attempt(f"PIECEWISE of {tokens + 256} tokens, above max_num_batched_tokens", mixed(tokens + 256))
-    if full is not None:
-        attempt(f"a decode of {most + 8} requests, above max_num_seqs", decode(most + 8))
-
-
-# Tokens
-
-
-def tokens(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
-    """Tokens of running requests, with and without changes; greedy."""
-    engine, load = bench.engine, request["load"]
-    engine.log_probabilities = 2
-    try:
-        engine.run(load, "same", 11)
-    except ValueError as error:  # without the margins every difference counts
-        emit({"margins": f"none: {error}"})
-        engine.log_probabilities = None
-        engine.run(load, "same", 11)
-    reference, margins = dict(engine.tokens), dict(engine.margins)
-    emit({"reference": len(reference), "tokens": sum(map(len, reference.values()))})
-    other = _others(bench)
-
-    def compared(name: str, extra: Mapping[str, Any]) -> None:
-        different, ties, gaps = 0, 0, []
-        for request_id, expected in reference.items():
-            given = engine.tokens.get(request_id, [])
-            place = next((i for i, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), None)
-            if place is None and len(given) != len(expected):
-                different += 1
-            elif place is not None:
-                margin = margins[request_id][place] if place < len(margins.get(request_id, ())) else math.inf
-                gaps.append(margin)
-                if margin > TIE:
-                    different += 1
-                else:
-                    ties += 1
-        emit({"compared": name, "requests": len(reference), "different": different, "ties": ties,
-              "gaps": sorted(gaps)[-5:], **extra})  # fmt: skip
-
-    engine.run(load, "same", 11)
-    compared("the same again", {})
-    bench.live.change(other)
-    engine.run(load, "same", 11)
-    compared("other graphs all the time", {"graphs": len(bench.live.graphs)})
-    bench.live.change(bench.start)
-    for name, every, together in (("one graph at a time", 2, 1), ("all at once", 6, None)):
-        between, count = _alternating(bench, every, together)
-        figures = engine.run(load, "same", 11, between)
-        bench.live.change(bench.start)
-        extra = {key: figures[key] for key in ("failed", "steps", "pause_seconds", "seconds")}
-        compared(f"changes: {name}", {"changed": count[0], **extra})
-    between, count = _recapturing(bench)
-    figures = engine.run(load, "same", 11, between)
-    compared("changes: each graph dropped and captured again", {"changed": count[0], "failed": figures["failed"]})
-    engine.log_probabilities = None
-
-
-def _recapturing(bench: Bench) -> tuple[Callable[[int], None], list[int]]:
-    """Return what drops a graph and captures it again between steps; batches are dispatched to it all the time."""
-    count = [0]
-
-    def between(step: int) -> None:
-        if step and step % 3 == 0:
-            graphs = bench.live.graphs
-            graph = graphs[count[0] % len(graphs)]
-            bench.live._forget(graph[0], [graph[1]])
-            bench.live.add([graph])
-            count[0] += 1
-
-    return between, count
-
-
 # Shift
 
 
@@ -691,7 +535,7 @@ def _count(role: Role, manager: Any, used: Counter[Any], first: dict[str, float]
     manager.dispatch = counted
 
 
-SECTIONS = {each.__name__: each for each in (probe, latency, state, growth, tokens, observe, plans, phase, wake)}
+SECTIONS = {each.__name__: each for each in (probe, latency, state, observe, plans, phase, wake)}
 
 
 def main() -> None:

@@ -16,9 +16,6 @@ RANK = 8
 DRAFT_VOCABULARY = 32000
 """What published EAGLE-3 heads of Qwen3 have."""
 
-RATES = (0.69, 0.48, 0.33)
-"""Synthetic acceptance of drafts 0 to 2: 2.5 tokens a step."""
-
 _ATTENTION: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -59,38 +56,28 @@ def drafter_of(shape: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mixture(layers: int) -> dict[str, Any]:
-    """Return the config.json of Qwen3-30B-A3B: 128 experts, of which each token takes 8; with 48 layers, all of it."""
-    return {
-        **_ATTENTION,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": layers,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }
-
-
-_EXPERTS = mixture(8) | {"num_experts": 16}
-
-CONFIGS = {
-    "small": config_of(_SMALL, 28, tied=True),
-    "small-drafter": drafter_of(_SMALL),
-    "large": config_of(_LARGE, 36, tied=False),
-    "large-drafter": drafter_of(_LARGE),
-    "mixture": _EXPERTS,
-    "mixture-drafter": drafter_of({name: _EXPERTS[name] for name in _LARGE}),
+_MIXTURE = _ATTENTION | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
 }
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "0.6b": (config_of(_SMALL, 28, tied=True), drafter_of(_SMALL)),
+    "8b": (config_of(_LARGE, 36, tied=False), drafter_of(_LARGE)),
+    "30b-a3b": (config_of(_MIXTURE, 48, tied=False) | _EXPERTS, drafter_of(_MIXTURE)),
+}
+"""The config.json of each model and of its EAGLE-3 head."""
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -98,12 +85,6 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1), "utf-8")
     return folder
-
-
-def write_configs(folder: Path) -> None:
-    """Write a model folder for each shape, by its name."""
-    for name, config in CONFIGS.items():
-        write_config(folder / name, config)
 
 
 def write_adapters(folder: Path, config: Mapping[str, Any], number: int) -> list[Path]:

@@ -204,10 +204,7 @@ def under_plan(plan: Plan | None, words: Sequence[str], file: Path) -> tuple[lis
 
 
 def run_start(start: Start, folder: Path, *, planned: bool) -> dict[str, Any]:
-    """Start the engine of a seed in this process, serve its requests, and return what came out.
-
-    :param planned: under its plan; else vLLM alone.
-    """
+    """Start the engine of a seed in this process, under its plan or alone, and return what came of its requests."""
     words, variables = under_plan(
         start.plan if planned else None, words_of(start, folder), folder / f"plan-{start.seed}.yaml"
     )

@@ -1,13 +1,12 @@
 r"""The conformance suite on a GPU: backends at a thorough profile.
 
     python benchmarks/conformance.py --output
-    python benchmarks/conformance.py --compile      # only what libraries compile on first use
     python benchmarks/conformance.py --after FILE   # go on where another run ended, and add to what it has
 
 The scenes of a backend are done in portions, each with a seed of its own: what they tried is added up, and
 what they found is kept with the command that shows it again. The audits of declared fields come first. All
-backends run at once in ``--jobs`` processes, spread over the GPUs that are visible; a process has one backend at a
-time, so that an illegal access ends no other. Processes share a GPU well through CUDA's multi-process service
+backends run at once in ``--jobs`` processes on one GPU; a process has one backend at a time, so that an illegal
+access ends no other. Processes share a GPU well through CUDA's multi-process service
 (``nvidia-cuda-mps-control -d``): eight that did made 17 scenes a second on an H100, one alone 2 to 5, and six
 that took turns without it fewer than one. Results are written every few seconds, and again at the end.
 ``--device cpu`` has the reference backend with recorded graphs. Exit code 1 where something was found, or broke.
@@ -17,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,10 +33,8 @@ from _deployments import CASES, Case, environment, missing
 from capture_planner.report.plain import plain
 from capture_planner_conformance import (
     Log,
-    Scene,
     SearchProfile,
     Shape,
-    Stage,
     Subject,
     SuiteOptions,
     SuiteResult,
@@ -49,37 +44,9 @@ from capture_planner_conformance import (
 )
 from capture_planner_conformance.audits import audit
 from capture_planner_conformance.report import Conformance
-from capture_planner_conformance.scene import Arrive, DraftScheme, RunBatch
 from capture_planner_conformance.shapes import KERNELS
-from capture_planner_conformance.steps import run_step
 from capture_planner_conformance.suite import DRAFTS, THOROUGH
 from capture_planner_runner.host import facts
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible() -> tuple[str, ...]:
-    """Return the devices that this process sees, as the environment names them; none without a GPU."""
-    names = os.environ.get(VISIBLE)
-    if names is not None:
-        return tuple(name.strip() for name in names.split(",") if name.strip())
-    return tuple(map(str, range(torch.cuda.device_count())))
-
-
-@contextmanager
-def only(device: str | None) -> Iterator[None]:
-    """Let processes that are started meanwhile see one device; None: all of them."""
-    before = os.environ.get(VISIBLE)
-    if device is not None:
-        os.environ[VISIBLE] = device
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(VISIBLE, None)
-        else:
-            os.environ[VISIBLE] = before
-
 
 Data = dict[str, Any]
 PORTION = 20
@@ -91,10 +58,8 @@ NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 
 
 def shapes_of(case: Case) -> tuple[Shape, ...]:
-    """Return the shapes that are asked for; empty: those that the backend runs.
-
-    FlashInfer compiles kernels for each head size, page size and query length: it has one shape.
-    """
+    """Return the shapes that are asked for; empty: those that the backend runs."""
+    # FlashInfer compiles kernels for each head size, page size and query length.
     return KERNELS[:1] if case.backend == "flashinfer" else ()
 
 
@@ -147,30 +112,6 @@ def attack(name: str, device: str, seed: int) -> Data:
     return report(case, under, SearchProfile(name="audits", examples=0, steps=0), seed, outcome)
 
 
-def compile_for(name: str, device: str, k: int) -> int:
-    """Capture and run one small scene of each shape with K drafts; return how many shapes there are."""
-    case = CASES[name]
-    under = on(case, device)
-    shapes, _ = usable_shapes(under, shapes_of(case))
-    for shape in shapes:
-        scene = Scene(
-            shape=shape,
-            drafts=k,
-            num_tokens=24,
-            size_tokens=(24,),
-            drafter=DraftScheme.EAGLE3 if k % 2 else DraftScheme.EAGLE,
-        )
-        with Stage(under, scene) as stage:
-            for step in (
-                Arrive(prompt=4, computed=4),
-                Arrive(prompt=9),
-                RunBatch(rows=((0, 1 + k, 0),)),
-                RunBatch(rows=((0, 1, 0), (1, 9, 0))),
-            ):
-                run_step(stage, step)
-    return len(shapes)
-
-
 def added(parts: Sequence[Data]) -> Data:
     """Return what all processes of a backend did together; scenes and steps are sums, findings a list."""
     forwards: Counter[tuple[str, str]] = Counter()
@@ -198,14 +139,13 @@ def added(parts: Sequence[Data]) -> Data:
 
 
 class Slot:
-    """One process at a time, on one GPU, for portions of one backend.
+    """One process at a time, for portions of one backend.
 
     It is spawned, since a process that has used CUDA cannot be forked, and has one backend in its life: after an
     illegal access nothing more can be run in one.
     """
 
-    def __init__(self, device: str | None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._name = ""
 
@@ -214,8 +154,7 @@ class Slot:
         if self._pool is None or name != self._name:
             self.end()
             self._pool, self._name = ProcessPoolExecutor(1, mp_context=get_context("spawn")), name
-        with only(self._device):
-            return self._pool.submit(act, name, *rest)
+        return self._pool.submit(act, name, *rest)
 
     def end(self) -> None:
         """End the process."""
@@ -231,7 +170,7 @@ class Campaign:
         self.case, self._arguments = case, arguments
         self.why = missing(case, torch.device(arguments.device))
         self._parts = [] if before is None else [before]
-        self._share = 0.9 * len(visible() or (None,)) / max(arguments.jobs, len(visible()))
+        self._share = 0.9 / arguments.jobs
         self._broke: list[str] = []
         self._began = time.perf_counter()
         seed = arguments.seed if before is None else 1 + max(before["seeds"], default=arguments.seed - 1)
@@ -284,8 +223,7 @@ def portions(examples: int) -> list[int]:
 
 def run_all(campaigns: Sequence[Campaign], arguments: argparse.Namespace, write: Callable[[], None]) -> None:
     """Run portions of all backends, one for each job at a time, until the time is over or all is done."""
-    devices = visible() or (None,)
-    slots = [Slot(devices[number % len(devices)]) for number in range(arguments.jobs)]
+    slots = [Slot() for _ in range(arguments.jobs)]
     until, written = time.perf_counter() + arguments.seconds, time.perf_counter()
     running: dict[Future[Any], tuple[Campaign, Slot]] = {}
 
@@ -313,17 +251,6 @@ def run_all(campaigns: Sequence[Campaign], arguments: argparse.Namespace, write:
             slot.end()
 
 
-def compile_all(names: Sequence[str], device: str) -> int:
-    """Compile what libraries compile on first use, each K of each backend in a process."""
-    slots = [(name, k, Slot(None)) for name in names for k in DRAFTS]
-    compiling = [(name, k, slot.submit(compile_for, name, device, k)) for name, k, slot in slots]
-    broke = [f"{name}, K={k}: {error}" for name, k, done in compiling if (error := done.exception()) is not None]
-    for _, _, slot in slots:
-        slot.end()
-    CONSOLE.print(f"compiled in {len(slots)} processes; {len(broke)} broke", *broke, sep="\n", markup=False)
-    return int(bool(broke))
-
-
 def main() -> int:
     """Run, print and write; exit code 1 where something was found, or broke."""
     options = parser(__doc__)
@@ -334,14 +261,10 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=1, help="processes at once, over all backends")
     options.add_argument("--after", type=Path, help="results to go on from")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--compile", action="store_true", help="only compile, in a process for each K")
     options.add_argument("--seconds", type=float, default=1e9, help="begin no portion of scenes after so many")
     arguments = options.parse_args()
     names = arguments.backends or (NAMES if arguments.device == "cuda" else ("reference",))
     before = _before(arguments.after)
-    if arguments.compile:
-        there = [name for name in names if missing(CASES[name], torch.device(arguments.device)) is None]
-        return compile_all(there, arguments.device)
     campaigns = [Campaign(CASES[name], arguments, before.pop(name, None)) for name in names]
     results: list[Data] = []
 

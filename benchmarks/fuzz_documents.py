@@ -2,33 +2,30 @@
 
 Every document is made from ``--seed`` and its index alone. Only ``CapturePlannerError`` may be
 raised; no use of a document may take more than ``--seconds`` of processor time, and no document more
-than ``--megabytes`` of memory;
-what is loaded must be written and read again as itself. Exit code 1 on any violation, each with the
-command that repeats it.
+than 200 MiB of memory; what is loaded must be written and read again as itself. Exit code 1 on any
+violation, each with the command that repeats it.
 
 A document just over the time limit is run a second time and the faster run counts. Memory is the growth
-of the peak resident set, per document, and tracemalloc's peak for one in ``--trace-every``.
+of the peak resident set, per document, and tracemalloc's peak for one in 25.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import math
 import multiprocessing
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
 from _bench import CONSOLE, conclude, parser, print_table, seeded
-from _fuzz_documents import KINDS, document
-from _fuzz_uses import Outcome, check, corpus, prepare
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from _fuzz_documents import KINDS
+from _fuzz_uses import MEGABYTES, Outcome, check, prepare
+from rich.progress import track
 
 from capture_planner.plugins import registry
 
@@ -37,52 +34,33 @@ def options(doc: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
     """Return the options of a campaign over documents, or other inputs, of these kinds."""
     options = parser(doc)
     options.add_argument("--documents", "-n", type=int, default=2000, help="how many (default 2,000)")
-    options.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
     options.add_argument("--only", type=int, default=None, metavar="INDEX", help="run one document, and show it")
     options.add_argument("--only-kind", choices=kinds, default=None, help="documents of one kind only")
-    options.add_argument("--save", type=Path, default=None, help="with --only: write the document to this file")
     options.add_argument("--seconds", type=float, default=1.0, help="processor time for one document (default 1)")
-    options.add_argument("--megabytes", type=int, default=200, help="memory for one document (default 200)")
     options.add_argument(
         "--hang", type=float, default=5.0, help="processor seconds after which one is stopped (default 5)"
     )
-    options.add_argument("--trace-every", type=int, default=25, help="trace one document in so many (default 25)")
-    options.add_argument("--minutes", type=float, default=None, help="stop after so long, and report")
     return options
 
 
 def main() -> int:
     """Run the campaign."""
     registry.load_backends()  # a worker that cannot start would be started again for ever
-    return run(seeded(options(__doc__, KINDS)), prepare, check, _show)
+    return run(seeded(options(__doc__, KINDS)), prepare, check)
 
 
 def run(
-    arguments: argparse.Namespace,
-    prepare: Callable[[argparse.Namespace], None],
-    check: Callable[[int], Outcome],
-    show: Callable[[argparse.Namespace], None] = lambda arguments: None,
+    arguments: argparse.Namespace, prepare: Callable[[argparse.Namespace], None], check: Callable[[int], Outcome]
 ) -> int:
-    """Run a campaign, or with ``--only`` one input; return the exit code.
-
-    :param show: shows that input before it is used.
-    """
+    """Run a campaign, or with ``--only`` one input; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
         if arguments.only is None:
             started = time.perf_counter()
             return report(arguments, campaign(arguments, prepare, check), time.perf_counter() - started)
         prepare(arguments)
-        show(arguments)
         outcome = check(arguments.only)
         CONSOLE.print(attrs.asdict(outcome), markup=False)
         return 1 if outcome.violations else 0
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    source = document(corpus(), arguments.seed, arguments.only, arguments.only_kind)
-    if arguments.save is not None:
-        arguments.save.write_bytes(source.data)
-    CONSOLE.print(source.data[:4000].decode("utf-8", "replace"), markup=False, highlight=False)
 
 
 def campaign(
@@ -90,39 +68,28 @@ def campaign(
 ) -> list[Outcome]:
     """Check every index in worker processes, each of which is prepared once; in this one if ``--jobs`` is 1."""
     outcomes: list[Outcome] = []
-    indices = range(arguments.start, arguments.start + arguments.documents)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    deadline = time.perf_counter() + 60 * (math.inf if arguments.minutes is None else arguments.minutes)
-    with Progress(*columns, console=CONSOLE) as progress, _results(arguments, prepare, check, indices) as results:
-        task = progress.add_task("documents", total=len(indices))
-        for outcome in results:
-            outcomes.append(outcome)
-            progress.advance(task)
-            if time.perf_counter() > deadline:
-                break
-            if outcome.violations:
-                progress.console.print(f"[red]{outcome.index}[/] {outcome.made_by}: ", end="")
-                progress.console.print("; ".join(outcome.violations), markup=False, highlight=False)
+    results = _results(arguments, prepare, check)
+    for outcome in track(results, "documents", total=arguments.documents, console=CONSOLE):
+        outcomes.append(outcome)
+        if outcome.violations:
+            text = f"{outcome.index} {outcome.made_by}: {'; '.join(outcome.violations)}"
+            CONSOLE.print(text, markup=False, highlight=False)
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
 
-@contextmanager
 def _results(
-    arguments: argparse.Namespace,
-    prepare: Callable[[argparse.Namespace], None],
-    check: Callable[[int], Outcome],
-    indices: range,
-) -> Iterator[Iterator[Outcome]]:
-    """Yield the outcomes, as they are ready."""
+    arguments: argparse.Namespace, prepare: Callable[[argparse.Namespace], None], check: Callable[[int], Outcome]
+) -> Iterator[Outcome]:
+    indices = range(arguments.documents)
     if arguments.jobs == 1:  # another process would import everything again
         prepare(arguments)
-        yield map(check, indices)
+        yield from map(check, indices)
         return
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.jobs, prepare, (arguments,), maxtasksperchild=2000) as pool:
         results = pool.imap_unordered(check, indices)
-        # A worker that dies is not waited for.
-        yield (results.next(timeout=60 + 10 * arguments.hang) for _ in indices)
+        for _ in indices:
+            yield results.next(timeout=60 + 10 * arguments.hang)  # a worker that dies is not waited for
 
 
 def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) -> int:
@@ -140,26 +107,23 @@ def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) 
     slow = []
     for outcome in sorted(outcomes, key=lambda o: -o.cpu)[:10]:
         worst = max(outcome.stages.items(), key=lambda item: item[1], default=("none", 0.0))
-        cells = f"{outcome.cpu:.2f}", f"{worst[0]} {worst[1]:.2f}", outcome.size, outcome.entries, outcome.rss >> 20
+        cells = f"{outcome.cpu:.2f}", f"{worst[0]} {worst[1]:.2f}", outcome.size, outcome.rss >> 20
         slow.append((f"{outcome.kind} {outcome.index}", *cells, outcome.made_by))
-    columns = ("document", "seconds", "worst stage", "bytes", "entries", "MiB", "made by")
+    columns = ("document", "seconds", "worst stage", "bytes", "MiB", "made by")
     print_table("slowest documents", columns, slow)
     most_rss, most_traced = max(o.rss for o in outcomes), max((o.traced or 0) for o in outcomes)
     CONSOLE.print(f"most memory: {most_rss >> 20} MiB resident, {most_traced >> 20} MiB traced")
-    longest = max(outcomes, key=lambda o: o.message)
-    CONSOLE.print(f"longest refusal: {longest.message} bytes (document {longest.index})")
     bad = [outcome for outcome in outcomes if outcome.violations]
     grouped: dict[str, list[Outcome]] = {}
     for outcome in bad:
         grouped.setdefault(re.sub(r"\d+(\.\d+)?|'.*|: .*", "", "; ".join(outcome.violations))[:100], []).append(outcome)
     for violation, group in sorted(grouped.items(), key=lambda item: -len(item[1])):
         CONSOLE.print(f"{len(group)} x {violation}", markup=False, highlight=False)
-    for outcome in [group[at] for group in grouped.values() for at in range(min(len(group), 3))]:
-        again = f"python benchmarks/{Path(sys.argv[0]).name} --seed {arguments.seed} --only {outcome.index}"
-        again += f" --only-kind {arguments.only_kind}" if arguments.only_kind else ""
-        CONSOLE.print(
-            f"{'; '.join(outcome.violations)} ({outcome.made_by})\n    {again}", markup=False, highlight=False
-        )
+        for outcome in group[:3]:
+            again = f"python benchmarks/{Path(sys.argv[0]).name} --seed {arguments.seed} --only {outcome.index}"
+            again += f" --only-kind {arguments.only_kind}" if arguments.only_kind else ""
+            text = f"{'; '.join(outcome.violations)} ({outcome.made_by})\n    {again}"
+            CONSOLE.print(text, markup=False, highlight=False)
     rate = len(outcomes) / wall
     CONSOLE.print(f"{len(outcomes)} documents in {wall:.0f} s ({rate:.0f} a second), seed {arguments.seed}")
     results = {
@@ -167,7 +131,7 @@ def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) 
         "documents": len(outcomes),
         "wall_seconds": round(wall, 1),
         "jobs": arguments.jobs,
-        "limits": {"seconds": arguments.seconds, "megabytes": arguments.megabytes},
+        "limits": {"seconds": arguments.seconds, "megabytes": MEGABYTES},
         "slowest_seconds": round(max(o.cpu for o in outcomes), 3),
         "most_resident_mebibytes": most_rss >> 20,
         "most_traced_mebibytes": most_traced >> 20,

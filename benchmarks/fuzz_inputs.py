@@ -47,15 +47,11 @@ from capture_planner.plugins.registry import load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
-from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Spec
 from capture_planner.report.plans import backend_support
 from capture_planner_runner.models.drafters import load_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner_runner.serving.workload import from_prompts, from_trace
-
-KINDS = ("folder", "plugin", "trace", "prompts", "text", "output", "log")
-WEIGHTS = (6, 4, 3, 3, 2, 2, 6)
 
 SECONDS, SECONDS_PER_BYTE = 0.5, 10e-6
 """Most processor time that ``traffic`` may take, of its own and for each byte of a source."""
@@ -149,7 +145,7 @@ def check(index: int) -> Outcome:
     """Make one input, and use it."""
     arguments = _STATE[0].arguments
     rng = random.Random(f"input:{arguments.seed}:{index}")
-    kind = arguments.only_kind or rng.choices(KINDS, WEIGHTS)[0]
+    kind = arguments.only_kind or rng.choices([*KINDS], [weight for weight, *_ in KINDS.values()])[0]
     outcome = Outcome(index=index, kind=kind, made_by="", size=0)
     before = memory("VmRSS")
     guarded(outcome, arguments.hang, lambda: _use(rng, kind, index, outcome))
@@ -164,8 +160,11 @@ def _use(rng: random.Random, kind: str, index: int, outcome: Outcome) -> None:
     folder = top / "input"
     folder.mkdir()
     WATCH.seen.clear()
+    _, made, use = KINDS[kind]
     try:
-        outcome.outcome = _USES[kind](rng, folder, index, outcome)
+        source = made(rng, folder, index)
+        outcome.made_by = source.made_by
+        outcome.outcome = use(rng, folder, source, outcome)
     finally:
         WATCH.folder = None
         shutil.rmtree(top)
@@ -181,46 +180,42 @@ def watched(folder: Path) -> Iterator[None]:
         WATCH.folder = None
 
 
-def _refusal(use: Callable[[], object], outcome: Outcome) -> str:
+def _refusal(use: Callable[[], object]) -> str:
     """Use an input; return why it was refused, or nothing."""
     try:
         use()
     except CapturePlannerError as error:
-        outcome.message = max(outcome.message, len(str(error).encode("utf-8", "surrogateescape")))
+        str(error).encode("utf-8", "surrogateescape")
         return re.sub(r"[^a-z ]+.*", "", str(error).rpartition(": ")[2] or "refused")[:40] or "refused"
     return ""
 
 
-def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+def _folder(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
     state = _STATE[0]
-    made = make.model_folder(rng, folder, state.checkpoints)
-    outcome.made_by = made.made_by
     dtype = rng.choice((None, torch.float32))
     method = Speculative(method=rng.choice(tuple(Method)), num_tokens=1)
     with watched(folder):
-        refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype), outcome)
-        refused_head = _refusal(lambda: load_drafter(folder, method, state.target), outcome)
+        refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype))
+        refused_head = _refusal(lambda: load_drafter(folder, method, state.target))
         for name, flag in (("vllm", "--model"), ("sglang", "--model-path")):
-            _refusal(partial(emulate, name, [flag, str(folder)], state.environment), outcome)
-        _refusal(lambda: spec_from_config(folder / "config.json", "tiny"), outcome)
+            _refusal(partial(emulate, name, [flag, str(folder)], state.environment))
+        _refusal(lambda: spec_from_config(folder / "config.json", "tiny"))
     if made.must_refuse and not (refused and refused_head):
         raise BrokenLawError("an index that leaves the folder, names what is absent, or a pickle is accepted")
     return f"refused: {refused}" if refused else "loaded"
 
 
-def _plugin(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    state = _STATE[0]
-    made = make.plugin(rng, folder, index)
-    outcome.made_by, (module,) = made.made_by, made.words
+def _plugin(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
+    state, (module,) = _STATE[0], made.words
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         with watched(folder), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             registry, engines = load_backends(), load_engines()
-            refused = _refusal(lambda: plan(SPEC, state.environment, registry), outcome)
+            refused = _refusal(lambda: plan(SPEC, state.environment, registry))
             for other in set(registry) - {"reference"}:
-                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry), outcome)
+                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry))
             backend_support(registry, [state.environment], None)
     finally:
         sys.path.remove(str(folder))
@@ -236,25 +231,20 @@ def _plugin(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
     return "warned" if caught else "loaded"
 
 
-def _trace(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    made = make.trace(rng, folder)
-    outcome.made_by = made.made_by
+def _trace(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
     with watched(folder):
-        refused = _refusal(lambda: from_trace(made.files[0], seed=0, vocab_size=32), outcome)
+        refused = _refusal(lambda: from_trace(made.files[0], seed=0, vocab_size=32))
     return f"refused: {refused}" if refused else "loaded"
 
 
-def _prompts(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    made = make.prompts(rng, folder)
-    outcome.made_by = made.made_by
-
+def _prompts(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
     def use() -> None:
         requests, decode = from_prompts(made.files[0], made.files[1], max_new_tokens=4)
         for request in requests:
             decode(request.prompt)
 
     with watched(folder):
-        refused = _refusal(use, outcome)
+        refused = _refusal(use)
     return f"refused: {refused}" if refused else "loaded"
 
 
@@ -278,12 +268,9 @@ def _command(*words: str) -> tuple[int, str]:
     return code, text
 
 
-def _text(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    state = _STATE[0]
-    made = make.plan_text(rng, folder, codec.to_data(codec.loads(state.plan, Plan)))
-    outcome.made_by, file = made.made_by, str(made.files[0])
-    other = folder / "other.yaml"
-    other.write_text(state.plan, "utf-8")
+def _text(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
+    file, other = str(made.files[0]), folder / "other.yaml"
+    other.write_text(_STATE[0].plan, "utf-8")
     commands = (
         *(("show", file), ("show", file, "--format", "json"), ("diff", str(other), file), ("check", file)),
         *(("explain", file, "--num-reqs", "2", "--query-len", "1"), ("explain", file, "--coverage")),
@@ -294,14 +281,11 @@ def _text(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str
     return f"codes {sorted(set(codes))}"
 
 
-def _output(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    state = _STATE[0]
-    made = make.output(rng, folder, state.spec, state.plan)
-    outcome.made_by = made.made_by
+def _output(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
     before = set(folder.iterdir())
     with watched(folder):
         code, text = _command(*made.words)
-    if made.files[0].read_text("utf-8") != state.spec:
+    if made.files[0].read_text("utf-8") != _STATE[0].spec:
         raise BrokenLawError("the spec was overwritten")
     left = [path.name for path in set(folder.iterdir()) - before if path.name.startswith(".")]
     if left:
@@ -309,9 +293,8 @@ def _output(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
     return f"code {code}: " + re.sub(r"/\S+|x{9,}", "...", text.strip().rpartition("\n")[2])[:60]
 
 
-def _log(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
-    made = _fuzz_logs.log(rng, folder)
-    outcome.made_by, outcome.size = made.made_by, made.files[0].stat().st_size
+def _log(rng: random.Random, folder: Path, made: make.Input, outcome: Outcome) -> str:
+    outcome.size = made.files[0].stat().st_size
     start = time.process_time()
     with watched(folder):
         code, text = _command("traffic", str(made.files[0]), "-o", str(folder / "traffic.yaml"), *made.words)
@@ -323,20 +306,21 @@ def _log(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
     return f"code {code}: {reason[1][:40] if code and reason else ''}"
 
 
-_USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
-    "folder": _folder,
-    "plugin": _plugin,
-    "trace": _trace,
-    "prompts": _prompts,
-    "text": _text,
-    "output": _output,
-    "log": _log,
+KINDS: dict[str, tuple[int, Callable[[random.Random, Path, int], make.Input], Callable[..., str]]] = {
+    "folder": (6, lambda rng, folder, index: make.model_folder(rng, folder, _STATE[0].checkpoints), _folder),
+    "plugin": (4, make.plugin, _plugin),
+    "trace": (3, make.trace, _trace),
+    "prompts": (3, make.prompts, _prompts),
+    "text": (2, lambda rng, folder, index: make.plan_text(rng, folder, _STATE[0].plan), _text),
+    "output": (2, lambda rng, folder, index: make.output(rng, folder, _STATE[0].spec, _STATE[0].plan), _output),
+    "log": (6, _fuzz_logs.log, _log),
 }
+"""By kind: how often of 26, what writes an input into a folder, by its index, and what uses it."""
 
 
 def main() -> int:
     """Run the campaign."""
-    return run(seeded(options(__doc__, KINDS)), prepare, check)
+    return run(seeded(options(__doc__, [*KINDS])), prepare, check)
 
 
 if __name__ == "__main__":

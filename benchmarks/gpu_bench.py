@@ -32,7 +32,6 @@ from capture_planner.report.page import page
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
 from capture_planner_runner.bench import Bench, BenchReport, measure, verdicts
-from capture_planner_runner.bench.measure import default_load
 from capture_planner_runner.bench.record import Throughput
 from capture_planner_runner.host import this_environment
 from capture_planner_runner.report.bench import bench_report
@@ -42,11 +41,11 @@ K = 5
 PLAIN, DRAFTED = ("decode", "preparation", "throughput", "capture"), ("preparation", "chain", "pools")
 
 
-def deployment(backend: str, environment: Environment, drafts: int, num_reqs: int) -> Plan:
-    """Return the plan of a server of so many requests, all of its graphs included."""
+def deployment(backend: str, environment: Environment, drafts: int) -> Plan:
+    """Return the plan of a server of 256 requests, all of its graphs included."""
     spec = Spec(
         model=MODEL,
-        limits=Limits(max_num_reqs=num_reqs, max_num_tokens=8192),
+        limits=Limits(max_num_reqs=256, max_num_tokens=8192),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=backend,
         sizes=Sizes(policy=Policy.VLLM),
@@ -70,16 +69,9 @@ def measure_plan(
     """Measure one plan."""
     figures = DRAFTED if drafts else PLAIN
     return measure(
-        deployment(backend, this_environment("here"), drafts, arguments.most),
+        deployment(backend, this_environment("here"), drafts),
         registry.load_backends(),
-        Bench(
-            model=model,
-            only=tuple(name for name in figures if name in arguments.only),
-            compare=compare,
-            quick=arguments.quick,
-            load=default_load(quick=arguments.quick),
-            page_size=arguments.page_size,
-        ),
+        Bench(model=model, only=tuple(name for name in figures if name in arguments.only), compare=compare),
         progress,
     )
 
@@ -100,10 +92,6 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--backends", nargs="*", default=["flash_attention", "triton", "flashinfer"])
     options.add_argument("--only", nargs="*", default=[*PLAIN, *DRAFTED], help="figures; default: all")
-    options.add_argument("--page-size", type=int, default=64)
-    options.add_argument("--most", type=int, default=256, help="requests that the plan is for (default 256)")
-    options.add_argument("--no-compare", action="store_true")
-    options.add_argument("--quick", action="store_true")
     options.add_argument("--pages", type=Path, help="folder to write a page for each bench into")
     arguments = options.parse_args()
     torch.set_num_threads(1)
@@ -116,7 +104,7 @@ def main() -> int:
             for drafts in (0, K):
                 name = f"{backend}, K={drafts}"
                 CONSOLE.rule(name)
-                compare = first is None and not arguments.no_compare and not drafts
+                compare = first is None and not drafts
                 try:
                     report = measure_plan(backend, drafts, Path(folder), arguments, log_progress, compare=compare)
                 except CapturePlannerError as error:

@@ -92,7 +92,6 @@ def totals(all_seen: list[dict[str, Any]]) -> dict[str, Any]:
     graphs: Counter[str] = Counter()
     for record in all_seen:
         graphs.update(record["from graphs"])
-    drafted = [record for record in all_seen if record["k"]]
     others = {
         name: {
             dtype: {
@@ -111,14 +110,6 @@ def totals(all_seen: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: sum(record[name] for record in all_seen) for name in COUNTED},
         "from graphs": dict(sorted(graphs.items())),
         "K and mode": sorted({f"{record['k']} {record['mode']} as {record['resolved']}" for record in all_seen}),
-        "models": dict(Counter(f"{record['model']}, {record['dtype']}" for record in all_seen)),
-        "pools": dict(Counter(record["pool"] for record in all_seen)),
-        "chains": dict(Counter(record["chain"] for record in drafted)),
-        "fused chains": sum(record["fused graphs"] for record in drafted),
-        "schedules of k": sum(record["schedule"] for record in drafted),
-        "drafters": dict(Counter(record["drafter"] for record in drafted)),
-        "page sizes": dict(Counter(str(record["page size"]) for record in all_seen)),
-        "poisoned": sum(record["poisoned"] for record in all_seen),
         "ran ahead": sum(record["ran ahead"] for record in all_seen),
         "other kernels": others,
         "logits": {

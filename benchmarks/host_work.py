@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from _bench import conclude, parser, print_table, shipped_environments, shipped_specs
@@ -81,31 +80,28 @@ def full_steps(forwards: Iterable[Forward], num_reqs: int) -> list[float]:
     return [time for step, time in times.items() if step not in mixed]
 
 
-def median(plan: Plan, num_reqs: int, arguments: Any, *, trust: bool = False) -> float:
-    """Return the least of the repeats' medians: other work on the machine only adds."""
-    return min(statistics.median(serve(plan, num_reqs, arguments.steps, trust=trust)) for _ in range(arguments.repeats))
+def median(plan: Plan, num_reqs: int, *, trust: bool = False) -> float:
+    """Return the least of three runs' medians of 120 steps: other work on the machine only adds."""
+    return min(statistics.median(serve(plan, num_reqs, 120, trust=trust)) for _ in range(3))
 
 
 def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=120, help="decode steps a run (default 120)")
-    options.add_argument("--repeats", type=int, default=3, help="runs of each deployment (default 3)")
-    arguments = options.parse_args()
+    arguments = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     by_requests, drafted, trusted = {}, {}, {}
     for num_reqs in REQUESTS:
         plain = deployment(num_reqs, (num_reqs,), speculative=False)
-        by_requests[num_reqs] = median(plain, num_reqs, arguments)
-        trusted[num_reqs] = median(plain, num_reqs, arguments, trust=True)
+        by_requests[num_reqs] = median(plain, num_reqs)
+        trusted[num_reqs] = median(plain, num_reqs, trust=True)
         with_drafts = deployment(num_reqs, (num_reqs,), speculative=True)
-        drafted[num_reqs] = median(with_drafts, num_reqs, arguments)
+        drafted[num_reqs] = median(with_drafts, num_reqs)
     by_graphs = {}
     for graphs in GRAPHS:
         # 64 requests always, so only the number of other graphs differs.
         sizes = sorted({64, *range(1, min(graphs, 64)), *range(65, graphs + 1)})
         many = deployment(256, sizes, speculative=False)
-        by_graphs[len(many.roles[0].entries)] = median(many, 64, arguments)
+        by_graphs[len(many.roles[0].entries)] = median(many, 64)
     rows = ((n, *(f"{times[n]:.0f}" for times in (by_requests, trusted, drafted))) for n in REQUESTS)
     columns = ("requests", "plain", "without guards", "with a drafter")
     print_table("host us of a decode step (median)", columns, rows)

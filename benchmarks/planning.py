@@ -71,7 +71,7 @@ print(taken)
 """
 
 
-def best(function: Callable[[], T], repeats: int) -> tuple[float, T]:
+def best(function: Callable[[], T], repeats: int = 5) -> tuple[float, T]:
     """Return the least time of several calls, and what the last returned."""
     times = []
     for _ in range(repeats):
@@ -82,10 +82,10 @@ def best(function: Callable[[], T], repeats: int) -> tuple[float, T]:
     return min(times), result
 
 
-def import_seconds(modules: str, repeats: int) -> dict[str, float]:
+def import_seconds(modules: str) -> dict[str, float]:
     """Return the median and the least time of an import in fresh processes."""
     times = []
-    for _ in range(repeats):
+    for _ in range(31):
         command = [sys.executable, "-c", _IMPORT.format(modules=modules)]
         process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         times.append(float(process.stdout))
@@ -106,9 +106,9 @@ def large_spec(spec: Spec, sizes: Sizes) -> Spec:
     )
 
 
-def steps(plan: Callable[[], Plan], repeats: int) -> dict[str, Any]:
+def steps(plan: Callable[[], Plan]) -> dict[str, Any]:
     """Return the time of every step with a plan, from making it to reading it back."""
-    plan_seconds, result = best(plan, repeats)
+    plan_seconds, result = best(plan)
     text_seconds, text = best(lambda: codec.dumps(result), 1)
     figures: dict[str, Any] = {
         "entries": result.num_graphs,
@@ -121,7 +121,7 @@ def steps(plan: Callable[[], Plan], repeats: int) -> dict[str, Any]:
         assert again == result
     except CapturePlannerError as error:
         figures["loads"], figures["refused"] = None, str(error)[:120]
-    figures["lint"], _ = best(lambda: lint(result), repeats)
+    figures["lint"], _ = best(lambda: lint(result))
     return {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
 
 
@@ -181,16 +181,13 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 def main() -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
-    options = parser(__doc__)
-    options.add_argument("--repeats", type=int, default=5, help="times each step is timed (default 5)")
-    options.add_argument("--imports", type=int, default=31, help="fresh processes for the import time (default 31)")
-    arguments = options.parse_args()
+    arguments = parser(__doc__).parse_args()
     specs, environments, backends = shipped_specs(), shipped_environments(), registry.load_backends()
-    imports = {name: import_seconds(modules, arguments.imports) for name, modules in MODULES.items()}
+    imports = {name: import_seconds(modules) for name, modules in MODULES.items()}
     rows = ((name, *(f"{times[key] * 1e3:.1f}" for key in ("median", "best"))) for name, times in imports.items())
     print_table("import, in a fresh process (no torch, no numpy)", ("modules", "median ms", "best ms"), rows)
 
-    shipped = _shipped(specs, environments, backends, arguments.repeats)
+    shipped = _shipped(specs, environments, backends)
     slowest = max(shipped, key=lambda row: float(row["plan"]))
     CONSOLE.print(
         f"{len(shipped)} shipped plans, slowest {slowest['spec']} on {slowest['environment']}: "
@@ -206,12 +203,12 @@ def main() -> int:
         "64 sizes a ladder, to 65,536": Sizes(policy=Policy.MINIMAX, graphs=64, max_tokens=65_536),
     }.items():
         spec = large_spec(base, sizes)
-        large[name] = steps(lambda spec=spec: planner.plan(spec, h100, backends), arguments.repeats)  # type: ignore[misc]
+        large[name] = steps(lambda spec=spec: planner.plan(spec, h100, backends))  # type: ignore[misc]
     scaling = []
     for graphs in (8, 16, 32, 64, 128, 256, 384):
         spec = large_spec(base, Sizes(policy=Policy.MINIMAX, graphs=graphs, max_tokens=65_536))
         spec = replace(spec, lora=None)
-        scaling.append(steps(lambda spec=spec: planner.plan(spec, h100, backends), arguments.repeats))  # type: ignore[misc]
+        scaling.append(steps(lambda spec=spec: planner.plan(spec, h100, backends)))  # type: ignore[misc]
     by_step = []
     for name, row in [*large.items(), *((f"scaling {index + 1}", row) for index, row in enumerate(scaling))]:
         cells = ("refused" if row[key] is None else f"{row[key] * 1e3:.1f}" for key in STEPS)
@@ -237,13 +234,13 @@ def main() -> int:
 
 
 def _shipped(
-    specs: dict[str, Spec], environments: dict[str, Environment], backends: registry.Registry, repeats: int
+    specs: dict[str, Spec], environments: dict[str, Environment], backends: registry.Registry
 ) -> list[dict[str, Any]]:
     rows = []
     for name, spec in specs.items():
         for other, environment in environments.items():
             try:
-                seconds, result = best(lambda s=spec, e=environment: planner.plan(s, e, backends), repeats)  # type: ignore[misc]
+                seconds, result = best(lambda s=spec, e=environment: planner.plan(s, e, backends))  # type: ignore[misc]
             except CapturePlannerError:
                 continue
             rows.append({"spec": name, "environment": other, "entries": result.num_graphs, "plan": round(seconds, 5)})

@@ -2,9 +2,9 @@
 
 Every plan and its vectors are made from ``--seed`` and the plan's number alone. Each rank has a
 dispatcher of its own, over a plan that was written and read again, and is asked other things between.
-All must find the same answer; it must be what a scan over all entries finds (a second statement of
-compatibility, not ``Entry.rejection``), leave no rank with less than its batch, follow a permutation of
-the ranks, ignore idle ranks, and be eager for all where one rank has no graph. Exit code 1 on any
+All must find the same answer; it must be what a scan over all entries finds (the second statement of
+compatibility in tests/support/reference.py), leave no rank with less than its batch, follow a permutation
+of the ranks, ignore idle ranks, and be eager for all where one rank has no graph. Exit code 1 on any
 violation, each with the command that repeats it.
 
 Also counted: in how many vectors ranks that dispatch their own batches would have gone apart, which
@@ -37,6 +37,9 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.spec import Limits, Lora, Spec
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support import reference
 
 MOST_RANKS = 16
 LOCKED = sorted((ROOT / "plans" / "locked").glob("*.yaml"))
@@ -122,15 +125,9 @@ def scattered(role: RolePlan, plan: Plan, rng: random.Random) -> RolePlan:
 # Vectors ---------------------------------------------------------------------------------------
 
 
-def scheduled_k(plan: Plan, num_reqs: int) -> int:
-    """Return the draft tokens of a batch size, by the schedule's words: the last range that has begun."""
-    if plan.speculative is None:
-        return 0
-    k = plan.speculative.num_tokens
-    for first, _, drafted in plan.speculative.ranges:
-        if first <= num_reqs:
-            k = min(drafted, plan.speculative.num_tokens)
-    return k
+def drafts_of(plan: Plan, num_reqs: int) -> int:
+    """Return the draft tokens of a batch size."""
+    return 0 if plan.speculative is None else reference.scheduled_k(plan, num_reqs)
 
 
 def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
@@ -139,7 +136,7 @@ def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
     starts = [first for first, *_ in plan.speculative.ranges] if plan.speculative is not None else []
     starts = [first for first in starts if first <= limits.max_num_reqs] or [1]
     for first, after in itertools.pairwise([*starts, limits.max_num_reqs + 1]):
-        k = scheduled_k(plan, first)
+        k = drafts_of(plan, first)
         each = 1 if role is Role.DRAFT_DECODE else 1 + k
         last = min(after - 1, limits.max_num_tokens // each)
         if first <= last and (role is not Role.DRAFT_DECODE or k >= 2):
@@ -189,25 +186,12 @@ def vector_of(plan: Plan, rng: random.Random) -> Vector:
 # Checks ----------------------------------------------------------------------------------------
 
 
-def serves(entry: Entry, batch: Batch, chain: int | None) -> bool:
-    """Say whether a graph can compute a batch, from the laws."""
-    decode = batch.past_prompt and batch.query_len == entry.query_len
-    return (
-        batch.num_tokens <= entry.num_tokens
-        and (entry.num_reqs is None or batch.num_reqs <= entry.num_reqs)
-        and (batch.role is not Role.TARGET or batch.active_loras <= entry.active_loras)
-        and (entry.query_len is None or (decode and batch.num_tokens == batch.num_reqs * entry.query_len))
-        and (entry.draft_steps is None or entry.draft_steps == chain)
-    )
-
-
 def expected(plan: Plan, vector: Vector) -> tuple[Entry | None, Entry | None]:
     """Return the cheapest entry that serves every rank: of those that all have, and of all."""
-    batches = [submitted.batch for submitted in vector.ranks if submitted.batch is not None]
-    chain = None
-    if vector.role is Role.DRAFT_DECODE and plan.speculative is not None:
-        chain = max(scheduled_k(plan, max(batch.num_reqs for batch in batches)) - 1, 0)
-    able = [e for e in plan.role(vector.role).entries if all(serves(e, batch, chain) for batch in batches)]
+    batches = [reference.without_adapters(s.batch) for s in vector.ranks if s.batch is not None]
+    chain = reference.chain_length(plan, vector.role, max(batch.num_reqs for batch in batches))
+    entries = plan.role(vector.role).entries
+    able = [e for e in entries if all(reference.serves(e, batch, chain) for batch in batches)]
     missing = {entry for submitted in vector.ranks for entry in submitted.missing}
     usable = [e for e in able if e not in missing] if all(s.captured for s in vector.ranks) else []
     return min(usable, key=lambda e: e.cost, default=None), min(able, key=lambda e: e.cost, default=None)
@@ -300,7 +284,7 @@ def check(task: tuple[int, int, int]) -> Outcome:
         outcome.counts["with idle ranks"] += 0 < idle < len(vector.ranks)
         outcome.counts["with ranks that lack graphs"] += any(poor(s) for s in vector.ranks)
         outcome.counts["with LoRA"] += any(s.batch is not None and s.batch.active_loras for s in vector.ranks)
-        ks = {scheduled_k(plan, s.batch.num_reqs) for s in vector.ranks if s.batch is not None}
+        ks = {drafts_of(plan, s.batch.num_reqs) for s in vector.ranks if s.batch is not None}
         outcome.counts["with ranks whose own K differs"] += len(ks) > 1
         outcome.counts["apart, if each rank dispatched alone"] += apart(scanned, vector)
         outcome.counts["took the next entry, one being lost"] += (

@@ -30,7 +30,7 @@ from typing import Any
 
 from _arriving_rounds import EXPERT, ITSELF, TUNED, Group, Rig, command_line, run, without_drafter
 from _bench import CONSOLE, ROOT
-from _model_configs import write_configs
+from _model_configs import SHAPES, write_config
 from _standins import LIBRARIES, write_standins
 
 from capture_planner import codec, load_backends, load_environment
@@ -107,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
     def rig_in(folder: Path) -> Rig:
-        write_configs(folder)
+        write_config(folder / "small", SHAPES["0.6b"][0])
         CONSOLE.print(libraries(folder))
 
         def engine(group: Group, place: Path) -> Mapping[str, Any]:

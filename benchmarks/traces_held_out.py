@@ -2,11 +2,8 @@
 
 Four traces, with and without three drafts of EAGLE-3, the shipped profiles, and three limits of requests. Each trace
 is sped up or slowed down until its steps have 45 % of ``max_num_seqs`` requests on average, in a closed loop at the
-profile's own times. The budget is a third of vLLM's graphs. The judge is this script's own: it reads curves and picks
-entries by itself, and shares with the planner no more than the records.
-
-What must hold is in ``TARGETS``. A row also has the churn (sizes that stay with 5 % more data), and what the same plan
-loses under twice the requests and under prompts of twice the length.
+profile's own times. The budget is a third of vLLM's graphs. The judge is this script's own: it reads curves by itself,
+and shares with the planner no more than the records and the dispatcher. ``targets_of`` has what must hold.
 """
 
 from __future__ import annotations
@@ -31,43 +28,21 @@ from capture_planner.analysis.arrivals import simulate
 from capture_planner.analysis.trace import TraceRow, read_trace
 from capture_planner.codec import load_profile
 from capture_planner.codec.shipped import shipped_profiles
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
-from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch import Batch
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.plan import Plan
 from capture_planner.records.profile import CostCurve, PassTime, Profile
 from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 
 PIECEWISE = 1.3
 """Time of a PIECEWISE graph over that of a FULL one, where a profile has no PIECEWISE curve: assumed."""
-
-
-@attrs.frozen(eq=False)
-class PlannedGraphs:
-    """The graphs of a plan, by role and size."""
-
-    of: Mapping[Role, Sequence[Entry]]
-
-    @classmethod
-    def in_plan(cls, plan: Plan) -> PlannedGraphs:
-        """Return those of a plan."""
-        return cls({role.role: sorted(role.entries, key=lambda entry: entry.num_tokens) for role in plan.roles})
-
-    @property
-    def all(self) -> set[tuple[Role, Entry]]:
-        """Each graph with its role."""
-        return {(role, entry) for role, entries in self.of.items() for entry in entries}
-
-    @property
-    def has_full_decodes(self) -> bool:
-        """Whether the target has a FULL graph of decodes."""
-        return any(entry.mode is GraphMode.FULL and entry.query_len for entry in self.of[Role.TARGET])
 
 
 class Judge:
@@ -142,11 +117,12 @@ class Judge:
             ways.append((*choices[times.index(min(times))], tokens))
         return self._sum(batch, ways)
 
-    def under(self, graphs: PlannedGraphs, batch: Batch) -> float:
+    def under(self, dispatcher: Dispatcher, batch: Batch) -> float:
         """Return the milliseconds of a step under the graphs of a plan."""
         ways = []
         for role, each, reqs, tokens, _ in self._passes(batch):
-            entry = next_fit(graphs.of[role], each, reqs, tokens)
+            one = Batch.mixed(role, reqs, tokens) if each is None else Batch.decode(role, reqs, each)
+            entry = dispatcher.dispatch(one).entry
             own = (GraphMode.NONE, each, tokens)
             ways.append(own if entry is None else (entry.mode, entry.query_len, entry.num_tokens))
         return self._sum(batch, ways)
@@ -159,35 +135,19 @@ class Judge:
         more = profile.overhead(*ways[0][:2]) - profile.base_overhead
         return profile.step(batch.num_reqs, times[0].milliseconds + more, *times[1:])
 
-    def mean(self, graphs: PlannedGraphs, steps: Mapping[Batch, int]) -> float:
+    def mean(self, plan: Dispatcher, steps: Mapping[Batch, int]) -> float:
         """Return the mean step under a plan, in milliseconds."""
-        return sum(self.under(graphs, batch) * count for batch, count in steps.items()) / sum(steps.values())
+        return sum(self.under(plan, batch) * count for batch, count in steps.items()) / sum(steps.values())
 
     def best(self, steps: Mapping[Batch, int]) -> float:
         """Return the mean step with every size, in milliseconds."""
         return sum(self.every_size(batch) * count for batch, count in steps.items()) / sum(steps.values())
 
-    def worst(self, graphs: PlannedGraphs, most: int) -> tuple[float, int]:
+    def worst(self, plan: Dispatcher, most: int) -> tuple[float, int]:
         """Return the worst step of any number of decodes against that of every size, and the number."""
         each = 1 + self._drafts
         decodes = (Batch.decode(Role.TARGET, number, each) for number in range(1, most + 1))
-        return max((self.under(graphs, batch) / self.every_size(batch), batch.num_reqs) for batch in decodes)
-
-
-def next_fit(entries: Sequence[Entry], each: int | None, reqs: int, tokens: int) -> Entry | None:
-    """Return the smallest graph that serves a pass, of its own query length first; None: it runs eager."""
-    if each is not None:
-        for entry in entries:
-            if entry.query_len == each and (entry.num_reqs or 0) >= reqs:
-                return entry
-    for entry in entries:
-        if (
-            entry.query_len is None
-            and entry.num_tokens >= tokens
-            and (entry.num_reqs is None or entry.num_reqs >= reqs)
-        ):
-            return entry
-    return None
+        return max((self.under(plan, batch) / self.every_size(batch), batch.num_reqs) for batch in decodes)
 
 
 ACCEPTANCE = (0.75, 0.55, 0.4)
@@ -199,8 +159,6 @@ LOST, SLOWER, WORST = 1.005, 1.01, 1.15
 NEEDED = 55
 """Cells of 60 that must be within ``LOST``."""
 CHOSEN = 2 / 3
-SHIFTS = ("twice_the_requests", "twice_the_requests_vllm", "longer_prompts", "longer_prompts_vllm")
-"""Mean step against every size under another load, with the same sizes and with vLLM's."""
 
 
 @attrs.frozen
@@ -234,9 +192,9 @@ def bursts(seed: int = 30, seconds: float = 3600.0) -> list[TraceRow]:
     return rows
 
 
-def shifted(rows: Sequence[TraceRow], pace: float, prompts: int = 1) -> list[TraceRow]:
-    """Return a trace ``pace`` times as fast, with prompts of so many times the length."""
-    return [attrs.evolve(row, arrival=row.arrival / pace, prompt=row.prompt * prompts) for row in rows]
+def faster(rows: Sequence[TraceRow], pace: float) -> list[TraceRow]:
+    """Return a trace ``pace`` times as fast."""
+    return [attrs.evolve(row, arrival=row.arrival / pace) for row in rows]
 
 
 def spec_of(cell: Cell, profile: Profile) -> Spec:
@@ -252,22 +210,18 @@ def spec_of(cell: Cell, profile: Profile) -> Spec:
     )
 
 
-def blocks_of(rows: Sequence[TraceRow], spec: Spec, judge: Judge) -> tuple[Counter[Batch], ...]:
-    """Return the steps of a trace in the order of time, at the times of every size."""
-    return simulate(rows, spec.limits, spec.speculative, judge.every_size, acceptance=ACCEPTANCE).blocks
-
-
-def paced(rows: Sequence[TraceRow], spec: Spec, judge: Judge) -> tuple[float, tuple[Counter[Batch], ...]]:
-    """Return how much faster the trace must come for the load, and its steps."""
+def paced(rows: Sequence[TraceRow], spec: Spec, judge: Judge) -> tuple[Counter[Batch], ...]:
+    """Return the steps of a trace in the order of time, as fast as the load asks, at the times of every size."""
     low, high, wanted = 1e-3, 1e4, LOAD * spec.limits.max_num_reqs
     for _ in range(18):
         pace = math.sqrt(low * high)
-        blocks = blocks_of(shifted(rows, pace), spec, judge)
+        arriving = faster(rows, pace)
+        blocks = simulate(arriving, spec.limits, spec.speculative, judge.every_size, acceptance=ACCEPTANCE).blocks
         load = _load(blocks)
         if abs(load / wanted - 1) < 0.02:
             break
         low, high = (pace, high) if load < wanted else (low, pace)
-    return pace, blocks
+    return blocks
 
 
 def _load(blocks: Sequence[Counter[Batch]]) -> float:
@@ -306,41 +260,31 @@ def judged(cell: Cell, rows: Sequence[TraceRow]) -> dict[str, Any]:
     spec, judge = spec_of(cell, profile), Judge(profile, cell.drafts)
     environment, backends = shipped_environments()["h200"], registry.load_backends()
     theirs = planner.plan(spec, environment, backends)
-    pace, blocks = paced(rows, spec, judge)
+    blocks = paced(rows, spec, judge)
     seen, rest = first_part(blocks, CHOSEN)
-    more, _ = first_part(blocks, CHOSEN * 1.05)
     budget = replace(spec, sizes=Sizes(policy=Policy.MEASURED), budget=Budget(max_graphs=theirs.num_graphs // 3))
-
-    def measured(steps: Mapping[Batch, int]) -> Plan:
-        return planner.plan(budget, environment, backends, Measurements(traffic=traffic_of(steps), profile=profile))
-
     row: dict[str, Any] = attrs.asdict(cell) | {
         "load": round(_load(blocks) / cell.max_num_reqs, 3),
         "steps": rest.total(),
         "vllm_graphs": theirs.num_graphs,
     }
     try:
-        ours, again = measured(seen), measured(more)
+        measurements = Measurements(traffic=traffic_of(seen), profile=profile)
+        ours = planner.plan(budget, environment, backends, measurements)
     except CapturePlannerError as error:
         return row | {"error": str(error).splitlines()[0]}
-    own, later, other = map(PlannedGraphs.in_plan, (ours, again, theirs))
+    own, other = Dispatcher(ours), Dispatcher(theirs)
     best = judge.best(rest)
     regret, number = judge.worst(own, cell.max_num_reqs)
-    row |= {
+    entries = ours.role(Role.TARGET).entries
+    return row | {
         "graphs": ours.num_graphs,
         "ratio": judge.mean(own, rest) / best,
         "vllm_ratio": judge.mean(other, rest) / best,
-        "full_decodes": own.has_full_decodes,
+        "full_decodes": any(entry.mode is GraphMode.FULL and entry.query_len for entry in entries),
         "worst": regret,
         "worst_requests": number,
-        "kept": len(own.all & later.all) / max(len(own.all), 1),
-        "churn_cost": judge.mean(later, rest) / judge.mean(own, rest) - 1,
     }
-    for name, changed in zip(SHIFTS[::2], (shifted(rows, 2 * pace), shifted(rows, pace, prompts=2)), strict=True):
-        steps = sum(blocks_of(changed, spec, judge), Counter[Batch]())
-        least = judge.best(steps)
-        row |= {name: judge.mean(own, steps) / least, f"{name}_vllm": judge.mean(other, steps) / least}
-    return row
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
@@ -414,26 +358,18 @@ def main() -> int:
         for (cell, _), row in zip(jobs, pool.imap(_work, jobs), strict=True):
             rows.append(row)
             CONSOLE.print(f"{cell.name}: {'; '.join(misses(row)) or 'holds'}")
-    _show(rows)
+    columns = ("steps", "graphs", "vllm_graphs", "ratio", "vllm_ratio", "worst")
+    shown = (
+        (_name(row), *(f"{row[key]:.3f}" if isinstance(row.get(key), float) else row.get(key) for key in columns))
+        for row in rows
+    )
+    print_table("Held-out traces: mean step and worst decode against every size", ("cell", *columns), shown)
     targets = targets_of(rows)
     return conclude(arguments, {"rows": rows, "misses": {_name(row): misses(row) for row in rows}}, targets)
 
 
 def _name(row: Mapping[str, Any]) -> str:
     return Cell(**{field.name: row[field.name] for field in attrs.fields(Cell)}).name
-
-
-def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print two tables: what must hold, and what else was measured."""
-    for title, columns in (
-        ("Held-out traces: mean step against every size", ("steps", "graphs", "vllm_graphs", "ratio", "vllm_ratio")),
-        ("Worst decode, churn, and shifted loads", ("worst", "kept", "churn_cost", *SHIFTS)),
-    ):
-        cells_of = (
-            (_name(row), *(f"{row[key]:.3f}" if isinstance(row.get(key), float) else row.get(key) for key in columns))
-            for row in rows
-        )
-        print_table(title, ("cell", *columns), cells_of)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ latency, time to first token, steps without a graph by role, graphs with the tim
 ``tune`` promised: the mean step today, which the observed load is measured against, and the one under the plan.
 
 ``--deployments`` measures ten other deployments, by itself and tuned. ``--only`` names the groups: SHAPE-K of the grid
-(0.6b-3, 0.6b-0, 8b-3, ...), or deployments. Groups run one after another, so that their engines fit on the GPU, or
-``--at-once`` so many together, which saves starts. Results are written as they come: a run that is cut off keeps them.
+(0.6b-3, 0.6b-0, 8b-3, ...), or deployments. Groups run one after another, so that their engines fit on the GPU.
+Results are written as they come: a run that is cut off keeps them.
 
 Needs a CUDA GPU and vLLM 0.33; this repository's packages are found on PYTHONPATH or installed.
 """
@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _arriving import SHAPES
 from _arriving_rounds import EXPERT, GIB, ITSELF, TUNED, Group, Rig, command_line, run, without_drafter
 from _bench import ROOT
+from _model_configs import SHAPES
 
 from capture_planner import codec, load_backends, load_environment
 from capture_planner.analysis.trace import read_trace
@@ -44,13 +44,8 @@ REQUESTS = {"0.6b": (700, 350, 100), "8b": (350, 250, 60), "30b-a3b": (350, 250,
 """Of the wave, of the load of 200 in flight, and of 32 in flight: a few seconds each."""
 
 
-def grid(traces: Sequence[Mapping[str, Any]], scale: float, layers: int = HALF) -> Iterator[Group]:
-    """Yield the shapes with three draft tokens and with none.
-
-    :param traces: loads of requests that arrive when a trace says.
-    :param scale: requests of each load, relative to REQUESTS.
-    :param layers: of the mixture.
-    """
+def grid(traces: Sequence[Mapping[str, Any]], scale: float) -> Iterator[Group]:
+    """Yield the shapes with three draft tokens and with none, for ``scale`` times REQUESTS and loads of traces."""
     for shape in SHAPES:
         for k in (3, 0):
             yield Group(
@@ -59,7 +54,7 @@ def grid(traces: Sequence[Mapping[str, Any]], scale: float, layers: int = HALF) 
                 k=k,
                 loads=(*_loads(shape, scale), *traces),
                 columns=(ITSELF, EXPERT, TUNED),
-                layers=layers if shape == "30b-a3b" else None,
+                layers=HALF if shape == "30b-a3b" else None,
             )
 
 
@@ -154,22 +149,20 @@ def main(words: Sequence[str] | None = None) -> int:
     options = command_line(__doc__)
     options.add_argument("--deployments", action="store_true", help="ten other deployments, by itself and tuned")
     options.add_argument("--only", nargs="*", default=[], metavar="GROUP", help="such as 0.6b-3; default: all")
-    options.add_argument("--at-once", type=int, default=1, help="groups whose engines are alive together")
-    options.add_argument("--layers", type=int, default=HALF, help="of the 30B-A3B shape, which has 48")
     options.add_argument("--trace", type=Path, nargs="*", default=[], help="CSV of requests that is served, too")
     options.add_argument("--trace-requests", type=int, default=200, help="requests of a trace: the first ones")
     options.add_argument("--trace-seconds", type=float, default=5.0, help="time in which they arrive")
     arguments = options.parse_args(words)
     traces = [trace_load(file, arguments.trace_requests, arguments.trace_seconds) for file in arguments.trace]
     scale, expert = arguments.scale, arguments.expert
-    every = deployments(scale) if arguments.deployments else grid(traces, scale, arguments.layers)
+    every = deployments(scale) if arguments.deployments else grid(traces, scale)
     rig = Rig(
         worker=WORKER,
         arguments=Group.arguments,
         expert=None if expert is None else lambda group: expert_plan(expert, group),
         together=True,
     )
-    return run(arguments, chosen(list(every), arguments.only), lambda folder: rig, arguments.at_once)
+    return run(arguments, chosen(list(every), arguments.only), lambda folder: rig)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import CONSOLE, ROOT, conclude, finish, parser, print_table
+from _arriving import CRASH_FOR
+from _bench import CONSOLE, conclude, finish, parser, print_table
 
 from capture_planner import codec
 from capture_planner.measuring.workers import read_workers
@@ -38,48 +39,26 @@ from capture_planner_tuner.auto.start import JournalFolder
 from capture_planner_tuner.journal import STARTS, Event, JournalRecord, PromiseVerdict
 from capture_planner_tuner.promises import check_promise
 
+SCRIPT = Path(__file__).with_name("_arriving.py")
 WAVE: tuple[dict[str, Any], ...] = ({"wave": [10, 250], "requests": 900},)
 STEADY: tuple[dict[str, Any], ...] = ({"in_flight": 200, "requests": 400}, {"in_flight": 32, "requests": 100})
 
-CRASH_FOR = "CRASH_FOR_PLAN"
-"""Names the plan under which the driver ends before it starts an engine."""
-
-DRIVER = """\
-import os, pathlib, runpy, sys
-plan = os.environ.get("CAPTURE_PLANNER_PLAN", "")
-if plan and pathlib.Path(plan).stem == os.environ.get({crash!r}):
-    sys.exit(1)
-if __name__ == "__main__":
-    sys.path.insert(0, {here!r})
-    runpy.run_path({script!r}, run_name="__main__")
-"""
-
 
 class AutoStarts:
-    """Starts of one command on one folder.
-
-    :param folder: for the folder of ``--auto``, loads, results and logs.
-    """
+    """Starts of one command on one folder, which has the folder of ``--auto``, loads, results and logs."""
 
     def __init__(self, arguments: Any, folder: Path) -> None:
         self.auto = JournalFolder(folder / "auto")
-        self._loads, self._result, self._driver = folder / "loads.json", folder / "result.json", folder / "driver.py"
-        self._logs = folder
-        here = ROOT / "benchmarks"
-        text = DRIVER.format(crash=CRASH_FOR, here=str(here), script=str(here / "_arriving.py"))
-        self._driver.write_text(text, "utf-8")
+        self._loads, self._result, self._logs = folder / "loads.json", folder / "result.json", folder
         self._words = [
             *(sys.executable, "-m", "capture_planner.cli", "launch", "--auto", str(self.auto.path)),
-            *("--tune-seconds", str(arguments.tune_seconds), "--", sys.executable, str(self._driver)),
-            *("--shape", arguments.shape, "--k", str(arguments.k), "--options", arguments.options),
-            *("--loads", f"@{self._loads}", "--rounds", str(arguments.rounds), "--result", str(self._result)),
+            *("--tune-seconds", str(arguments.tune_seconds), "--", sys.executable, str(SCRIPT)),
+            *("--shape", arguments.shape, "--k", str(arguments.k), "--rounds", str(arguments.rounds)),
+            *("--loads", str(self._loads), "--result", str(self._result)),
         ]
 
     def start(self, loads: Sequence[Mapping[str, Any]], name: str, crash_for: str | None = None) -> dict[str, Any]:
-        """Start the engine, let it serve, and return what came of it.
-
-        :param crash_for: digest of the plan under which the command ends before capture.
-        """
+        """Start the engine, let it serve, and return what came of it; under ``crash_for`` the command ends at once."""
         self._loads.write_text(json.dumps(list(loads)), "utf-8")
         self._result.unlink(missing_ok=True)
         environment = dict(os.environ)
@@ -127,10 +106,7 @@ class AutoStarts:
         return None if not starts or starts[-1].plan is None else self.auto.load_plan(starts[-1].plan)
 
     def plant(self, plan: Plan, reason: str) -> str:
-        """Make a plan the last one that was applied, as a start of its own that served and ended well.
-
-        Return its digest.
-        """
+        """Make a plan the last one that was applied, in a start that ended well; return its digest."""
         journal = self.auto.read().journal
         last = max((each for each in journal if each.decision in STARTS), key=lambda each: each.run)
         self.auto.keep(plan)
@@ -154,10 +130,7 @@ class AutoStarts:
 
 
 def worse(plan: Plan, keep: int) -> Plan:
-    """Return a plan with the smallest graphs of each role alone, and a promise of half of the time.
-
-    :param keep: how many graphs of each mode a role keeps.
-    """
+    """Return a plan with the ``keep`` smallest graphs of each role and mode, and a promise of half of the time."""
     roles = []
     for role in plan.roles:
         modes = {entry.mode for entry in role.entries}
@@ -259,7 +232,6 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--shape", default="0.6b", help="as in _arriving.py")
     options.add_argument("--k", type=int, default=3, help="speculative tokens")
-    options.add_argument("--options", default="{}", help="arguments of LLM(...) as JSON")
     options.add_argument("--rounds", type=int, default=1, help="how often a start serves its loads")
     options.add_argument("--tune-seconds", type=float, default=30.0, help="most time of tuning before a start")
     options.add_argument("--seconds", type=float, default=3600, help="no start begins that could end later")

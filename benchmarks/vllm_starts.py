@@ -12,12 +12,10 @@ Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed. ``--
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -63,16 +61,9 @@ class Running:
 class Processes:
     """Runs tasks in processes, several at once; each writes its answer to a file."""
 
-    def __init__(
-        self, folder: Path, jobs: int, run: Callable[[Task, Path], None], fresh: Sequence[str] | None = None
-    ) -> None:
-        """Run nothing yet.
-
-        :param run: runs a task in a fork of this process.
-        :param fresh: words of a program that runs a task in a process of its own, where forks cannot; it gets
-            ``--folder FOLDER --task JSON``.
-        """
-        self._folder, self._jobs, self._run, self._fresh = folder, jobs, run, fresh
+    def __init__(self, folder: Path, jobs: int, run: Callable[[Task, Path], None]) -> None:
+        """Run nothing yet; ``run`` runs a task in a fork of this process."""
+        self._folder, self._jobs, self._run = folder, jobs, run
         self._running: list[Running] = []
         self._started = 0
 
@@ -88,15 +79,10 @@ class Processes:
         """Start a process for a task."""
         self._started += 1
         task = attrs.evolve(task, number=self._started)
-        if self._fresh is not None:
-            words = [*self._fresh, "--folder", str(self._folder), "--task"]
-            with log_of(self._folder, task).open("wb") as log:
-                pid = subprocess.Popen([*words, json.dumps(attrs.asdict(task))], stdout=log, stderr=log).pid
-        else:
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                _child(task, self._folder, self._run)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            _child(task, self._folder, self._run)
         self._running.append(Running(task=task, pid=pid, began=time.perf_counter()))
 
     def ended(self) -> Iterator[tuple[Task, dict[str, Any]]]:
@@ -202,8 +188,8 @@ def _tokens_file(folder: Path, seed: int, *, alone: bool) -> Path:
     return folder / f"tokens-{seed}{'-alone' if alone else ''}.json"
 
 
-def prepare(folder: Path, *, fresh: bool) -> bool:
-    """Set what every start needs, import vLLM for the forks, and return whether starts are to be fresh processes."""
+def prepare(folder: Path) -> None:
+    """Set what every start needs, and import vLLM for the forks."""
     write_models(folder)
     defaults = {
         "VLLM_CACHE_ROOT": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -212,41 +198,15 @@ def prepare(folder: Path, *, fresh: bool) -> bool:
     }  # fmt: skip
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if fresh:
-        return True
     began = time.perf_counter()
     for name in IMPORTED:
         try:
             importlib.import_module(name)
         except ImportError as error:
             CONSOLE.print(f"{name} is not imported before the forks: {error}", markup=False)
-    if not _forks_can_use_cuda():
-        CONSOLE.print("a fork cannot use CUDA after importing vLLM: every start is a fresh process")
-        return True
+    if importlib.import_module("torch").cuda.is_initialized():
+        raise SystemExit("importing vLLM has initialised CUDA, which no fork can use then")
     CONSOLE.print(f"imported in {time.perf_counter() - began:.0f} s")
-    return False
-
-
-def _processes(folder: Path, jobs: int, *, fresh: bool) -> Processes:
-    """Prepare, and return what runs so many starts at once."""
-    words = [sys.executable, str(Path(__file__))] if prepare(folder, fresh=fresh) else None
-    return Processes(folder, jobs, run_task, words)
-
-
-def _forks_can_use_cuda() -> bool:
-    """Return whether CUDA works in a fork of this process, which it does not once it is initialised here."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            importlib.import_module("torch").zeros(1, device="cuda").item()
-            code = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1] == 0
 
 
 @attrs.define
@@ -392,7 +352,8 @@ def one_case(seed: int, folder: Path) -> int:
     """Repeat one seed here: under its plan, alone where that fails, and against eager steps."""
     start = start_of(seed)
     CONSOLE.print(f"seed {seed}: {', '.join(start.traits())}", markup=False)
-    processes = _processes(folder, 1, fresh=False)
+    prepare(folder)
+    processes = Processes(folder, 1, run_task)
     campaign = run_campaign(processes, seed, 1, LIMIT * 3)
     compared = compare(processes, campaign, LIMIT)
     failed = (*campaign.crashes, *campaign.refused, *campaign.recovered)
@@ -411,13 +372,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=540, help="of the whole campaign, comparing included")
     options.add_argument("--case", type=int, metavar="SEED", help="repeat this start alone, and show what came out")
     options.add_argument("--folder", type=Path, help="for logs, plans and caches; default: a temporary one")
-    options.add_argument("--fresh", action="store_true", help="every start in a process that imports vLLM itself")
-    options.add_argument("--task", help=argparse.SUPPRESS)
     arguments = options.parse_args()
-    if arguments.task is not None:
-        task = json.loads(arguments.task)
-        run_task(Task(**task | {"seeds": tuple(task["seeds"])}), arguments.folder)
-        os._exit(0)
     began = time.perf_counter()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="vllm-starts-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -425,7 +380,8 @@ def main() -> int:
         return one_case(arguments.case, folder)
     if arguments.seconds < 2 * COMPARING:
         options.error(f"--seconds must be at least {2 * COMPARING:.0f}: {COMPARING:.0f} are kept for comparing tokens")
-    processes = _processes(folder, arguments.jobs, fresh=arguments.fresh)
+    prepare(folder)
+    processes = Processes(folder, arguments.jobs, run_task)
     until = arguments.seconds - COMPARING - (time.perf_counter() - began)
     campaign = run_campaign(processes, arguments.seed, arguments.starts, until)
     left = arguments.seconds - (time.perf_counter() - began)

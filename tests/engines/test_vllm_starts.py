@@ -54,8 +54,8 @@ def campaign(monkeypatch, tmp_path):
     """Run the script with stand-ins for engines, in forks; gives its exit code and what it has written."""
     monkeypatch.setattr(vllm_starts, "run_start", fake_start)
     monkeypatch.setattr(vllm_starts, "compare_kind", fake_compare)
-    monkeypatch.setattr(vllm_starts, "prepare", lambda folder, fresh: False)
     monkeypatch.setattr(vllm_starts, "COMPARING", 2.0)
+    monkeypatch.setattr(vllm_starts, "prepare", lambda folder: None)
 
     def run(*words):
         output = tmp_path / "out.json"
@@ -83,10 +83,10 @@ def test_crash_is_what_vllm_alone_survives(campaign):
 
 def test_campaign_that_is_over_says_how_far_it_came(campaign):
     """It ends in its time, and misses its number of starts."""
-    code, written = campaign("--starts", "1000", "--seed", "100", "--jobs", "2", "--seconds", "4")
+    code, written = campaign("--starts", "100000", "--seed", "1000", "--jobs", "2", "--seconds", "4")
     assert code == 1
     missed = [name for name, holds in written["targets"].items() if not holds]
-    assert missed == [f"starts at least 1000 ({written['results']['starts']})"]
+    assert missed == [f"starts at least 100000 ({written['results']['starts']})"]
 
 
 def test_tokens_that_vllm_alone_gives_are_not_the_plans(campaign):
