@@ -98,7 +98,6 @@ RULES: dict[str, Rules] = {
         ),
     ),
     "planning/resolve": (
-        ("[:500]", r"\[: ?(499|501)", "one character of a long message"),
         (" is _FULL", r">= _FULL", _SORTS_LAST),
         (" is not _FULL", r" < _FULL", _SORTS_LAST),
     ),
