@@ -97,10 +97,7 @@ RULES: dict[str, Rules] = {
             "a grain as fine as two ratios can be near, or finer: the walk ends at the same ratio",
         ),
     ),
-    "planning/resolve": (
-        (" is _FULL", r">= _FULL", _SORTS_LAST),
-        (" is not _FULL", r" < _FULL", _SORTS_LAST),
-    ),
+    "planning/resolve": ((" is _FULL", r">= _FULL", _SORTS_LAST), (" is not _FULL", r" < _FULL", _SORTS_LAST)),
     "planning/planner": (
         ("100 * groups + 10 * decisions", r"100 \*\* groups", "more plans are written: the same answer"),
         ("100 * groups + 10 * decisions", r"groups // 10", "an estimate, to be far from what a file may have"),

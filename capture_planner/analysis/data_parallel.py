@@ -58,7 +58,10 @@ class Submission:
 
 @attrs.frozen(kw_only=True)
 class Vector:
-    """The submissions of all ranks for one step of one role; raises ``InvalidValue`` for none, or another role's."""
+    """The submissions of all ranks for one step of one role.
+
+    Raises ``InvalidValue`` without ranks, and for a batch of another role.
+    """
 
     role: Role
     ranks: tuple[Submission, ...]
@@ -189,7 +192,7 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
 
 def _dummy(plan: Plan, joint: Batch) -> Batch:
     """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length."""
-    # An idle rank must not make the others run more: no more tokens than the longest request has.
+    # An idle rank must not make the others run more: no more tokens than the joint batch or its longest request has.
     query_len = query_len_of(joint.role, plan, joint.num_reqs)
     most = joint.decode_query_len or joint.num_tokens
     return Batch.decode(joint.role, 1, joint.query_len or min(query_len, most))

@@ -417,7 +417,7 @@ def _environment_named(args: Sequence[str]) -> Iterator[str]:
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Split words into our options, with values, and all others; raises ``click.UsageError`` where a value lacks."""
+    """Split words into our options, with values, and all others; raises ``click.UsageError`` for a missing value."""
     own: list[str] = []
     rest: list[str] = []
     words = iter(args)

@@ -64,7 +64,7 @@ def find(name: str, file: str) -> Path | None:
     try:
         return Path(hf_hub_download(name, file))
     except Exception as error:
-        # The model lacks the file; the second error is one of the first kind, and means that the network failed.
+        # The model lacks the file. LocalEntryNotFoundError is a subclass, and means that the network failed.
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         reason = str(error).strip().partition("\n")[0] or type(error).__name__

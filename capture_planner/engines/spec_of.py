@@ -85,7 +85,8 @@ def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str 
             lora=emulation.lora,
         )
     except InvalidValue as error:
-        raise EngineError(f"{emulation.engine} may run it, but no spec can say it: {error}; tune a SPEC") from None
+        reasons = "; ".join(map(str, error.problems))
+        raise EngineError(f"{emulation.engine} may run it, but no spec can say it: {reasons}; tune a SPEC") from None
     return DerivedSpec(spec=spec, assumptions=tuple(assumptions))
 
 

@@ -32,7 +32,10 @@ _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative",
 
 
 def read_workers(folder: str | Path) -> Observation:
-    """Return the newest observations of a folder's workers as one; raises ``InvalidDocument`` without any."""
+    """Return the newest observations of a folder's workers as one.
+
+    Raises ``InvalidDocument`` without any, or where they differ in what workers have in common.
+    """
     newest: dict[str, Path] = {}
     # Files of earlier processes of a worker stay in the folder; the latest replaces them.
     for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):

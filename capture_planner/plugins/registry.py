@@ -125,7 +125,7 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
 def find_profiler(*plugins: object, installed: bool = True) -> Profiler | None:
     """Return the first profiler of ``plugins`` and of the installed distributions; None: nothing here can measure.
 
-    A broken plugin is left out with a ``PluginWarning`` if it is installed. One of ``plugins`` is a ``RunError``.
+    An installed plugin that is broken is left out with a ``PluginWarning``. Raises ``RunError`` for one of ``plugins``.
     """
     for item in implementations(hookspecs, "capture_planner_profilers", RunError, plugins, installed=installed):
         with left_out(RunError, item.installed):

@@ -196,20 +196,22 @@ class Speculative:
             yield Problem(path=("parallel_drafting",), message=message, remedy=remedy)
         if len(self.ranges) > MAX_TIERS:
             yield Problem(path=("schedule",), message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
+            return
         previous = 0
         for index, (first, last, _) in enumerate(self.ranges):
             if first > last:
                 yield Problem(path=("schedule", index), message=f"the range {first} to {last} is empty")
-            elif first <= previous:
+                continue
+            if first <= previous:
                 message = f"starts at {first}, but the range before it ends at {previous}"
                 remedy = "list the ranges by batch size, without overlap"
                 yield Problem(path=("schedule", index), message=message, remedy=remedy)
-            # Only the first range has to begin at once: later gaps carry the k before them forward.
+            # Only the first range has to begin at 1: later gaps carry the k before them forward.
             elif index == 0 and first != 1:
                 message = f"the first range must start at 1, got {first}"
                 remedy = "every batch size needs a number of draft tokens"
                 yield Problem(path=("schedule", index), message=message, remedy=remedy)
-            previous = last
+            previous = max(previous, last)
 
     def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
         """Yield what is wrong with the drafter's heads, on as many tensor-parallel ranks as the target."""
@@ -228,7 +230,7 @@ class Speculative:
         if Role.DRAFT_DECODE in roles:
             message = "draft decodes have one token of each request"
             yield Problem(path=path, message=message, remedy="leave draft_decode out")
-        if roles and Role.TARGET not in roles:
+        if Role.DRAFT_PREFILL in roles and Role.TARGET not in roles:
             message = "the draft prefill follows the target's batch, whose decodes do not vary"
             yield Problem(path=path, message=message, remedy="add target")
         if roles and self.is_measured:

@@ -119,7 +119,9 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         "id": DRIFT_CODE,
         "name": "drift",
         "shortDescription": {"text": "A plan is not what its spec gives, or what an engine did."},
-        "help": {"text": "Plan the spec again, or change it."},
+        "help": {
+            "text": "Plan the spec again, or change it; for an observation, look for what the engine did otherwise."
+        },
     }
     results = [_result(p.finding.rule.code, p.severity.value, p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]

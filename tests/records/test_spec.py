@@ -82,6 +82,28 @@ def test_spec_rejects_contradictions_with_path(make, path, message):
     assert str(problem).startswith(f"{path}: {message}" if path else message)
 
 
+@pytest.mark.parametrize(
+    ("make", "messages"),
+    [
+        (lambda: eagle(3, ((1, 8, 1), (16, 9, 1), (9, 32, 1))), ["the range 16 to 9 is empty"]),
+        (
+            lambda: eagle(3, ((1, 16, 1), (20, 4, 1), (5, 9, 1))),
+            ["the range 20 to 4 is empty", "starts at 5, but the range before it ends at 16"],
+        ),
+        (lambda: eagle(3, ((1, 1, 1),) * 65), ["65 ranges, at most 64 are allowed"]),
+        (
+            lambda: Speculative(method=Method.EAGLE, num_tokens=2, varying_decodes=(Role.DRAFT_DECODE,)),
+            ["draft decodes have one token of each request"],
+        ),
+    ],
+)
+def test_mistake_is_one_problem_and_hides_no_other(make, messages):
+    """What is right once it is mended is not called wrong."""
+    with pytest.raises(InvalidValue) as caught:
+        make()
+    assert [problem.message for problem in caught.value.problems] == messages
+
+
 @given(*[st.none() | st.sampled_from((1, 2, 3, 4, 5, 8, 9))] * 2, st.sampled_from((1, 2, 4, 8)))
 def test_drafter_heads_are_validated_as_the_targets_are(heads, kv_heads, tensor):
     """A drafter is refused exactly where a target with its heads is, at its own fields; also in a plan."""

@@ -161,7 +161,7 @@ def _one_of_each(
 def _read_source(
     source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
-    """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources``."""
+    """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources`` does."""
     if Path(source.path).is_dir():
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     said: dict[str, None] = {}

@@ -118,7 +118,7 @@ class Demand:
 
     def team(self, ladders: tuple[Ladder, ...]) -> Team:
         """Return ladders with one choice of sizes, and the weight of each count."""
-        # All ladders of a team have the same counts; the target's is the first.
+        # All ladders of a team have the same counts; of a target's and a draft prefill's, the first is the target's.
         first = ladders[0]
         weights = smoothed(self._observed[first], first.last, self.total, self.passes[first])
         for count, weight in self._tail[first].items():

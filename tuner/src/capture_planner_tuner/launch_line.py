@@ -55,7 +55,7 @@ def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[lis
     try:
         engine.launch(plan, flags)
     except FlagError as error:
-        # Flags that only set sizes give way to the plan; a contradiction that is left is an error.
+        # A flag that contradicts the plan as a whole gives way to it; a contradiction that is left is an error.
         contrary = {str(each.path[0]): each.message for each in error.problems if len(each.path) == 1}
         given = [name for name in contrary if engine.fixes.without(flags, [name]) != list(flags)]
         kept = engine.fixes.without(flags, given)

@@ -149,7 +149,7 @@ def _speculative(settings: VllmSettings) -> Speculative | None:
     try:
         return Speculative(method=method, num_tokens=settings.num_speculative_tokens, schedule=schedule)
     except InvalidValue as error:
-        reason = f"vLLM accepts it, but this much is not emulated: {error}"
+        reason = f"vLLM accepts it, but this much is not emulated: {'; '.join(map(str, error.problems))}"
         remedy = "draft fewer tokens, or give fewer ranges"
         raise not_emulated("--speculative-config", "", remedy, reason=reason) from error
 
