@@ -71,7 +71,6 @@ class Diagnosis:
 class EngineRule(BaseRule):
     """A rule about what engines do with their flags; with a remedy, about what one was observed to do."""
 
-    remedy: str = ""
     planned: str = ""
     """The remedy where the engine ran under a plan; empty: the same."""
     check: Callable[..., Iterator[Diagnosis]]

@@ -94,6 +94,8 @@ class BaseRule:
     bug_class: BugClass
     threads: tuple[str, ...]
     """Public threads that report the bug."""
+    remedy: str = ""
+    """Remedy, as an imperative; empty where it depends on the finding."""
     check: Callable[..., Iterator[Any]]
 
     @property
@@ -121,8 +123,6 @@ def register_in(rules: dict[str, R], kind: type[R], code: str, **facts: Any) -> 
 class Rule(BaseRule):
     """A rule about plans."""
 
-    remedy: str
-    """Remedy, as an imperative."""
     spec_path: tuple[str, ...]
     """The place in a spec to look at when its plan has this finding."""
     check: Callable[[Coverage], Iterator[Diagnostic]]

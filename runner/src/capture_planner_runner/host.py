@@ -107,7 +107,8 @@ def device_of(environment: Environment) -> torch.device:
     if environment.device.kind is not DeviceKind.CUDA:
         return torch.device("cpu")
     # Asking torch for the current device would initialize CUDA, which the fork of ranks does not survive.
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    is_ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device() if is_ready else 0)
 
 
 def facts() -> dict[str, str]:

@@ -13,7 +13,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
 from capture_planner_sglang.emulation.capture import gathers
 from capture_planner_sglang.emulation.engine import ENGINE, resolve
-from capture_planner_sglang.emulation.managers import ranks_bucket
+from capture_planner_sglang.emulation.managers import SglangManager, ranks_bucket
 
 
 def emulated(
@@ -61,6 +61,7 @@ def edges(random: Random, command: list[str], machine: Environment) -> tuple[lis
     batches: list[Batch] = []
     counts: list[list[int]] = []
     for manager in managers:
+        assert isinstance(manager, SglangManager)
         if (decodes := manager.decodes) is not None:
             reqs = _around(random, decodes.sizes)
             batches += [Batch.decode(manager.role, count, decodes.width) for count in reqs]

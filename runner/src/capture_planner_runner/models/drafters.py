@@ -492,7 +492,7 @@ def load_drafter(
         if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
             raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
         # Of two drafted tokens that are the same token of the target, only one has a probability there.
-        if len(tokens.unique()) < len(tokens):
+        if len(set(tokens.tolist())) < len(tokens):
             raise RunError(f"{drafter.name}: d2t leads to a token of the target twice, expected each once")
     # After the weights were filled in: a folder has those of the whole head.
     with library_errors(f"{name} cannot be spread over ranks"):
