@@ -72,7 +72,7 @@ class Sources:
     def _parse(self, path: str) -> ast.Module | None:
         try:
             text = (self._folder / path).read_bytes() if self._wheel is None else self._wheel.read(path)
-        # KeyError is that of a wheel without the file; the others are those of a folder.
+        # A wheel without the file raises KeyError; a folder raises the others.
         except (KeyError, FileNotFoundError, NotADirectoryError):
             return None
         return ast.parse(text)

@@ -73,7 +73,7 @@ def json_some(kind: type, *names: str) -> None:
     json_of(kind)(lambda value: plain_some(value, *names))
 
 
-# cattrs asks the hooks in reverse order, so those of ``json_of`` come before these.
+# cattrs tries the hooks in reverse order, so the hooks of ``json_of`` take precedence.
 _CONVERTER.register_unstructure_hook_func(attrs.has, plain_fields)
 _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain(item) for item in items])
 _CONVERTER.register_unstructure_hook_func(

@@ -27,7 +27,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 
 @attrs.frozen(kw_only=True)
 class EncoderGraphs:
-    """The graphs of a multimodal model's encoder: one for each budget, apart from those of the language model."""
+    """The graphs of a multimodal model's encoder: one per budget, separate from the language model's graphs."""
 
     budgets: tuple[int, ...]
     """In tokens that leave the encoder, ascending."""

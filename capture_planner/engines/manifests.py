@@ -207,7 +207,7 @@ def _dockerfile(text: str) -> ShellCommand:
         if name == "ENV":
             given |= dict(word.split("=", 1) for word in shlex.split(value) if "=" in word)
         else:
-            # Places in the joined text are not those of the file.
+            # Line numbers in the joined text differ from the file's.
             at = next((n for n, line in enumerate(text.split("\n"), 1) if line.upper().startswith(name)), 1)
             parts[name] = value, at
     words: list[str] = []

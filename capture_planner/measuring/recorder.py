@@ -375,7 +375,7 @@ class Intervals:
     def add(self, outcome: Outcome, milliseconds: float) -> None:
         """Add one step."""
         role, _, tokens, query_len, past_prompt, _, graph, _ = outcome
-        # Steps are compared with those of their kind: eager steps and prompts take longer as a rule.
+        # Steps are compared within their kind: eager steps and prompts usually take longer.
         kind = (role, graph is None, past_prompt and query_len is not None)
         self._waiting.setdefault(kind, []).append((outcome, milliseconds))
         self._latest.setdefault(kind, deque(maxlen=MEMORY)).append((milliseconds, tokens))

@@ -98,7 +98,7 @@ def test_spec_rejects_contradictions_with_path(make, path, message):
     ],
 )
 def test_mistake_is_one_problem_and_hides_no_other(make, messages):
-    """What is right once it is mended is not called wrong."""
+    """Fixing what is reported leaves a valid record, or the next mistake that was reported too."""
     with pytest.raises(InvalidValue) as caught:
         make()
     assert [problem.message for problem in caught.value.problems] == messages

@@ -55,7 +55,7 @@ def maybe(strategy: SearchStrategy[T]) -> SearchStrategy[T | None]:
 
 def one_of(values: Iterable[T]) -> SearchStrategy[T]:
     """Return a strategy for one of a few values, or of the members of an enum."""
-    # Read once, as the values may be those of an iterator.
+    # Read once, since values may be an iterator.
     listed = tuple(values)
     # (1, 2) and (1.0, 2.0) are equal keys of a cache, and are not the same values.
     return _one_of(listed, *map(type, listed))
@@ -132,7 +132,7 @@ def by_type(hint: Any) -> SearchStrategy[Any]:
         return _KNOWN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in UNIONS:
-        # The unions that are drawn here are those of a type with None.
+        # Only unions of a type with None are drawn.
         return maybe(by_type(next(arg for arg in args if arg is not type(None))))
     if origin is tuple:
         return list_of(by_type(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(by_type, args))

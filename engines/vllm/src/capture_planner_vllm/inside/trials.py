@@ -153,7 +153,7 @@ class Trials:
                 capture(manager, create, "Timing CUDA graphs")
                 seconds = time.perf_counter() - start
                 device.settle()
-                # The engine's own buffers for outputs exist already; those of a trial come on top and go with it.
+                # The engine's output buffers exist already; a trial allocates its own and frees them.
                 taken = free - device.free_memory() - _output_bytes(manager)
                 (milliseconds,) = replays(manager, [descriptor], create)
         finally:
