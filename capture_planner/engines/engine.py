@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -66,6 +67,31 @@ def appended(command: Sequence[str], change: FlagChange) -> list[str]:
     return [*command, *(word for flag, values in change.flags for word in (flag, *values))]
 
 
+def spelled(flag: str) -> str:
+    """Return the name of a flag with dashes, without a value behind ``=``."""
+    return flag.partition("=")[0].replace("_", "-")
+
+
+def without_flags(words: Iterable[str], values: Callable[[str], float | None]) -> Iterator[str]:
+    """Yield the words without some flags and their values.
+
+    :param values: returns the most values of a flag to leave out; None: the flag stays.
+    """
+    left: float = 0
+    for word in words:
+        # A negative number is a value.
+        if word.startswith("-") and not word[1:2].isdigit():
+            most = values(word)
+            left = 0 if most is None or "=" in word else most
+            if most is None:
+                yield word
+        elif left:
+            left -= 1
+        # Behind the values of a flag may stand the model.
+        else:
+            yield word
+
+
 class Fixes:
     """Fixes of findings of ``check``: phrases such as ``raise --max-size to 64``, or "" for that in ``general``."""
 
@@ -85,13 +111,8 @@ class Fixes:
 
     def without(self, command: Sequence[str], flags: Iterable[str]) -> list[str]:
         """Return the command line without some flags and their values; here, every word up to the next flag is one."""
-        dropped, kept, drops = set(flags), list[str](), False
-        for word in command:
-            if word.startswith("-"):
-                drops = word.partition("=")[0].replace("_", "-") in dropped
-            if not drops:
-                kept.append(word)
-        return kept
+        dropped = set(flags)
+        return [*without_flags(command, lambda flag: math.inf if spelled(flag) in dropped else None)]
 
     def after(self, emulate: Emulator, command: Sequence[str], change: FlagChange, machine: Environment) -> Emulation:
         """Emulate a command line with a change; raises ``FlagError`` where the engine refuses it."""

@@ -229,6 +229,7 @@ PIECES = {
     },
     "sglang": {
         "--disable-cuda-graph": [("--disable-cuda-graph",)],
+        "--chunked-prefill-size": [("--chunked-prefill-size", "-1")],
         "--cuda-graph-bs": [("--cuda-graph-bs", "1", "2"), ("--cuda_graph_bs=1",)],
         "--model-path": [("--model-path", *MODEL), (f"--model-path={MODEL[0]}",)],
     },

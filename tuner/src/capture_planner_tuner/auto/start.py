@@ -27,7 +27,7 @@ import attrs
 from capture_planner import codec
 from capture_planner.engines import engines
 from capture_planner.engines.command_line import started
-from capture_planner.engines.engine import Engine
+from capture_planner.engines.engine import Engine, spelled, without_flags
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED
 from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
 from capture_planner.measuring.workers import read_workers
@@ -416,20 +416,8 @@ class AutoLaunch:
 
 
 def _with_graphs(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without flags that change no graph, and their values."""
-    left: float = 0
-    for word in words:
-        if word.startswith("-"):
-            name, equals, _ = word.partition("=")
-            values = _WITHOUT_GRAPHS.get(name.replace("_", "-"))
-            left = 0 if values is None or equals else values
-            if values is None:
-                yield word
-        # Values go with their flag; what stands behind those may be the model.
-        elif left:
-            left -= 1
-        else:
-            yield word
+    """Return the words without flags that change no graph, and their values."""
+    return without_flags(words, lambda flag: _WITHOUT_GRAPHS.get(spelled(flag)))
 
 
 def _installed(engine: Engine | None) -> str | None:

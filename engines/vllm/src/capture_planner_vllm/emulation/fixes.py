@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from capture_planner.engines.deployments import Run
 from capture_planner.engines.emulation import Emulation, EncoderGraphs
-from capture_planner.engines.engine import Fixes, FlagChange, adding, appended
+from capture_planner.engines.engine import Fixes, FlagChange, adding, appended, without_flags
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families
@@ -82,20 +82,7 @@ class VllmFixes(Fixes):
     def without(self, command: Sequence[str], flags: Iterable[str]) -> list[str]:
         """Return a command line without some flags, however they are written, and without their values."""
         names = {name_of(flag) for flag in flags}
-        kept: list[str] = []
-        left: float = 0
-        for word in command:
-            # A negative number is a value.
-            if word.startswith("-") and not word[1:2].isdigit():
-                name = name_of(word)
-                left = 0 if name not in names or "=" in word else _values(name)
-                kept += [] if name in names else [word]
-            elif left:
-                left -= 1
-            # Behind the values of a flag may stand the model.
-            else:
-                kept.append(word)
-        return kept
+        return [*without_flags(command, lambda flag: _values(name) if (name := name_of(flag)) in names else None)]
 
     def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
         if code == "EN001":
