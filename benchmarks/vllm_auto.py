@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from capture_planner_tuner.promises import check_promise
 SCRIPT = Path(__file__).with_name("_arriving.py")
 WAVE: tuple[dict[str, Any], ...] = ({"wave": [10, 250], "requests": 900},)
 STEADY: tuple[dict[str, Any], ...] = ({"in_flight": 200, "requests": 400}, {"in_flight": 32, "requests": 100})
+STARTS_LOADS = (WAVE, WAVE, STEADY, STEADY, STEADY)
+FAULTS = ("bad", "crash")
 
 
 class AutoStarts:
@@ -151,9 +153,13 @@ def worse(plan: Plan, keep: int) -> Plan:
     return replace(plan, roles=tuple(roles), promise=replace(promise, after=halved))
 
 
-def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str, Any]], dict[str, bool]]]:
+def campaign(
+    starts: AutoStarts, loads: Sequence[Sequence[Mapping[str, Any]]], faults: Collection[str], seconds: float
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, bool]]]:
     """Run all starts; yield after each what came so far, with the targets.
 
+    :param loads: of the starts before faults are planted.
+    :param faults: of FAULTS.
     :param seconds: no start begins that could end later; what is left out is no target.
     """
     rows: list[dict[str, Any]] = []
@@ -170,16 +176,16 @@ def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str
         last = time.monotonic() - began  # not the longest: the first start compiles
         return rows[-1]
 
-    for number, load in enumerate([WAVE, WAVE, STEADY, STEADY, STEADY], 1):
+    for number, load in enumerate(loads, 1):
         if fits():
             run(load, f"start {number}")
-            targets = dict(_of_loop(rows))
+            targets = dict(_of_loop(rows, len(loads)))
             yield rows, targets
     best = starts.best()
     if best is None:
         yield rows, targets | {"a plan to plant faults with": False}
         return
-    if time.monotonic() + 2 * last < end:
+    if "bad" in faults and time.monotonic() + 2 * last < end:
         bad = starts.plant(worse(best, 2), "planted: few graphs, and half of the time promised")
         broken = run(STEADY, "under the bad plan")
         after = run(STEADY, "after the bad plan")
@@ -187,7 +193,7 @@ def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str
         targets["the planted bad plan breaks its promise"] = broken["plan"] == bad and is_broken
         targets["it is put aside, and the plan before runs"] = starts.is_aside(bad) and after["plan"] not in (bad, None)
         yield rows, targets
-    if fits():
+    if "crash" in faults and fits():
         crash = starts.plant(worse(best, 3), "planted: the command ends before capture under this plan")
         crashed = run(STEADY, "under the plan that crashes", crash)
         targets["the planted crash is put aside in its own start"] = starts.is_aside(crash)
@@ -200,10 +206,10 @@ def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str
             yield rows, targets
 
 
-def _of_loop(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+def _of_loop(rows: Sequence[Mapping[str, Any]], number: int) -> Iterator[tuple[str, bool]]:
     """Yield the targets of the starts before faults are planted."""
     served = all(row["exit_code"] == 0 and row["loads"] for row in rows)
-    yield f"five starts, all served ({len(rows)})", served and len(rows) >= 5
+    yield f"{number} starts, all served ({len(rows)})", served and len(rows) == number
     if len(rows) < 2:
         return
     applied = rows[1]["plan"] is not None and rows[1].get("applied") == rows[1]["plan"]
@@ -233,6 +239,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--shape", default="0.6b", help="as in _arriving.py")
     options.add_argument("--k", type=int, default=3, help="speculative tokens")
     options.add_argument("--rounds", type=int, default=1, help="how often a start serves its loads")
+    options.add_argument("--starts", type=int, default=len(STARTS_LOADS), help="before faults are planted")
+    options.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS, help="which are planted; default: all")
     options.add_argument("--tune-seconds", type=float, default=30.0, help="most time of tuning before a start")
     options.add_argument("--seconds", type=float, default=3600, help="no start begins that could end later")
     options.add_argument("--folder", type=Path, help="for the folder of --auto and logs; default: a temporary one")
@@ -242,7 +250,8 @@ def main(words: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder / "auto", ignore_errors=True)
         starts = AutoStarts(arguments, folder)
-        for rows, targets in campaign(starts, arguments.seconds):
+        loads = STARTS_LOADS[: arguments.starts]
+        for rows, targets in campaign(starts, loads, arguments.faults, arguments.seconds):
             journal = [codec.to_data(each) for each in starts.auto.read().journal]
             finish(arguments, {"starts": rows, "journal": journal, "targets": targets})
     shown = (
