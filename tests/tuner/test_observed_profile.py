@@ -80,11 +80,10 @@ def test_costs_add_up_to_what_the_engine_reported():
     assert profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
 
 
-def served(observation, profile, apart, base, slope, noise=(), waiting=None):
+def served(observation, profile, apart, base, slope, noise=()):
     """The observation with target batches whose intervals follow the model of a step, off by ``noise``.
 
     :param apart: what the mode adds to the base overhead, by mode and query length.
-    :param waiting: how long the device waits in steps with a graph, by what the drafter's graphs take.
     """
     target = observation.roles[0]
     prices = Prices(Costs(profile), observation, {role.role: role.mode for role in observation.roles})
@@ -110,13 +109,9 @@ def served(observation, profile, apart, base, slope, noise=(), waiting=None):
             for entry, (each, repeats) in zip(served_by, passes_of(count.batch(Role.TARGET), observation), strict=True)
         ]
         kind = (GraphMode.NONE, query_len) if index is None else (served_by[0].mode, served_by[0].query_len)
-        target_pass, *drafting = passes
-        graphs = sum(each.milliseconds for each in drafting if not each.is_eager)
-        eager = sum(each.milliseconds for each in drafting if each.is_eager)
-        interval = target_pass.milliseconds + apart[kind] + eager + max(base + slope * num_reqs, graphs)
+        interval = sum(each.milliseconds for each in passes) + apart[kind] + base + slope * num_reqs
         interval *= 1 + (noise[number % len(noise)] if noise else 0.0)
-        busy = None if waiting is None or index is None else interval - eager - graphs * (1 + waiting)
-        batches.append(attrs.evolve(count, interval=interval, intervals=count.steps, milliseconds=busy, samples=1))
+        batches.append(attrs.evolve(count, interval=interval, intervals=count.steps))
     return replace(observation, roles=(replace(target, batches=tuple(batches)), *observation.roles[1:]))
 
 
@@ -139,18 +134,15 @@ KINDS = sorted({(GraphMode.NONE, 4), (GraphMode.NONE, None), *((TARGET.entries[n
     slope=st.floats(0, 0.05),
     apart=st.lists(st.floats(0, 30), min_size=len(KINDS), max_size=len(KINDS)),
     noise=st.lists(st.floats(0, 0.4), min_size=1, max_size=7),
-    waiting=st.none() | st.sampled_from((0.0, 0.2, 0.45, 0.55, 1.0, 2.0)),
 )
-def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart, noise, waiting):
-    """Of each kind, whatever the host and the drafter take, and however the steps of a kind spread. The drafter's
-    graphs are hidden where the device would wait for half of them at least, by the steps that were sampled.
-    """
+def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart, noise):
+    """Of each kind, whatever the host and the drafter take, and however the steps of a kind spread."""
     apart = dict(zip(KINDS, apart, strict=True))
     apart[min(apart, key=apart.get)] = 0.0
     bare = observed(profiled())
-    observation = served(profiled(), bare, apart, base, slope, noise, waiting)
+    observation = served(profiled(), bare, apart, base, slope, noise)
     profile = observed(observation)
-    assert profile.drafts_overlap is (waiting is None or waiting > 0.5)
+    assert not profile.drafts_overlap
     assert not any("less than their passes" in note for note in profile.notes)
     judged = judged_mean(profile, observation)
     for kind, (predicted, measured) in judged.items():
