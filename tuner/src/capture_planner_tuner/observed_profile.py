@@ -315,9 +315,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
             missing[str(error)] = missing.get(str(error), 0) + count.steps
             continue
         found.append(
-            ServedStep(
-                kind=kind, num_reqs=count.num_reqs, weight=count.steps, interval=count.interval, passes=passes
-            )
+            ServedStep(kind=kind, num_reqs=count.num_reqs, weight=count.steps, interval=count.interval, passes=passes)
         )
     notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))
     return tuple(found), tuple(notes)
