@@ -125,10 +125,6 @@ class Child:
         with suppress(BrokenPipeError):  # it has ended
             self._stdin.close()
 
-    def kill(self) -> None:
-        """End the process at once, as the system does where memory is short."""
-        self._process.kill()
-
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request; raises ``RuntimeError`` where the process has ended."""
         try:
