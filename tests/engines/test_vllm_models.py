@@ -409,7 +409,7 @@ def test_configuration_copies_rewrite_the_mode(cache, mode, tmp_path):
     [
         {"max_position_embeddings": 8192},
         {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"architectures": ["Qwen3MoeForCausalLM"], "text_config": {"max_position_embeddings": 512}},
+        {"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 512},
     ],
 )
 def test_overridden_fields_are_as_if_the_file_had_them(tmp_path, fields) -> None:
