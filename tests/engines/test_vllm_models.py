@@ -333,13 +333,14 @@ def test_parallel_drafters_run_one_pass(method, width):
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_walk_includes_passes_of_parallel_drafters(method, tokens):
+@pytest.mark.parametrize("most", [1, 8])
+def test_walk_includes_passes_of_parallel_drafters(method, tokens, most):
     """Every pass of a parallel drafter is asked for in its own width, and its graphs answer."""
     config = {"method": method, "model": "a/b", "num_speculative_tokens": tokens}
-    found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
+    found = emulate(["m", "--max-num-seqs", str(most), "-sc", json.dumps(config)], H100)
     width = tokens + (method == "dflash")
     asked = [one for one in walk(found) if one.batch.role is Role.DRAFT_DECODE]
-    assert [one.batch.num_tokens for one in asked] == [reqs * width for reqs in range(1, 9)]
+    assert [one.batch.num_tokens for one in asked] == [reqs * width for reqs in range(1, most + 1)]
     assert all(one.answer.entry == one.best is not None for one in asked)
 
 
@@ -409,7 +410,7 @@ def test_configuration_copies_rewrite_the_mode(cache, mode, tmp_path):
     [
         {"max_position_embeddings": 8192},
         {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"architectures": ["Qwen3MoeForCausalLM"], "text_config": {"max_position_embeddings": 512}},
+        {"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 512},
     ],
 )
 def test_overridden_fields_are_as_if_the_file_had_them(tmp_path, fields) -> None:

@@ -239,6 +239,12 @@ DIRECTED: dict[str, dict[str, Any]] = {
     _connects("MultiConnector", connectors=[_connector("NixlConnector", use_layerwise=True)]): {
         "mode": "FULL_AND_PIECEWISE"
     },
+    # config/model.py 570: a part that the model lacks is added, without attention heads
+    **{
+        f"{{models}}/{name} --hf-overrides '{{\"text_config\": {fields}}}'": REFUSED
+        for name, fields in (("dense", "{}"), ("hybrid", '{"rope_scaling": null}'), ("whisper", "{}"))
+    },
+    """{models}/vision --hf-overrides '{"text_config": {"max_position_embeddings": 4096}}'""": {"max_model_len": 4096},
     # config/kv_transfer.py 95, kv_connector/factory.py 102
     _connects("LMCacheConnectorV1", role=None): IGNORED,
     _connects("LMCacheConnectorV1", role="both"): IGNORED,
@@ -279,8 +285,8 @@ BOUNDARIES: tuple[tuple[str, str], ...] = (
     ("h100", _drafts("dense", **_EAGLE3, num_speculative_tokens_per_batch_size=[[1, 4, 3], [4, 8, 1]])),
     (
         "h100",
-        _drafts("dense", **_NGRAM | {"method": "draft_model"}, model="{models}/draft", max_model_len=2048)
-        + " --max-model-len 2048",
+        _drafts("dense", **_NGRAM | {"method": "draft_model"}, model="{models}/draft", max_model_len=8192)
+        + " --max-model-len 8192",
     ),
     (
         "h100",
@@ -289,13 +295,45 @@ BOUNDARIES: tuple[tuple[str, str], ...] = (
     ),
     ("h100", "{models}/vision --max-num-batched-tokens 64 --max-num-seqs 8 -cc.cudagraph_mm_encoder=true"),
     ("h100", f"{{models}}/vision -cc '{{{_ENCODER}_token_budgets\": [0, 16]}}'"),
+    (
+        "h100",
+        """{models}/vision --hf-overrides '{"architectures": ["Qwen2_5_VLForConditionalGeneration"], """
+        """"rope_scaling": null, "rope_parameters": null, "text_config": {"max_position_embeddings": 4096}}'""",
+    ),
+    ("h100", "{models}/dense -O"),
+    ("h100", "{models}/dense --max-model-len 0 --max-num-batched-tokens 2048"),
+    ("h100", "{models}/dense -cc.cudagraph_mode=FULL"),
+    ("h100", "{models}/short --no-enable-chunked-prefill --max-num-batched-tokens 4096"),
+    ("h100", "{models}/whisper"),
+    ("h100", "{models}/moe --enable-dbo --all2all-backend deepep_high_throughput"),
+    ("h100", "{models}/narrow --attention-backend TRITON_ATTN"),
+    ("a100", "{models}/wide --dtype bfloat16"),
+    ("b200", "{models}/large --kv-cache-dtype fp8 --attention-backend FLASH_ATTN"),
+    ("b200", "{models}/wide --block-size 64 --attention-backend FLASH_ATTN"),
+    ("b200", "{models}/sparse --attention-backend FLASH_ATTN_MLA_SPARSE_FA4"),
+    ("h100", _drafts("dense", **_NGRAM) + " --attention-backend FLASHINFER -ac.use_trtllm_attention=false"),
+    ("h100", _drafts("dense", model="ngram", num_speculative_tokens=3)),
+    ("h100", _drafts("dense", **_EAGLE3) + " --max-num-batched-tokens 3 --max-num-seqs 3"),
+    ("h100", _drafts("mla", method="mtp", num_speculative_tokens=3)),
+    (
+        "h100",
+        _drafts(
+            "dense",
+            **_EAGLE3 | {"num_speculative_tokens": 1},
+            num_speculative_tokens_per_batch_size=[[1, 4, 1], [5, 5, 0]],
+        ),
+    ),
+    ("h100", _adaptive("falcon", "eagle3")),
+    ("a100", _drafts("dense", **_NGRAM | {"method": "dflash", "model": "{models}/dflash"})),
 )
 """Environment and command line at the values where a comparison of a rule changes its answer."""
 
 
 def at_boundaries() -> Iterator[Case]:
-    """Yield the command lines of ``BOUNDARIES``."""
+    """Yield the command lines of ``BOUNDARIES``, and one with a file."""
     yield from (_case(line, environment) for environment, line in BOUNDARIES)
+    command = ("{models}/dense", "--config", "{models}/flags.yaml")
+    yield Case(command=command, environment="h100", file="max-num-seqs: 64")
 
 
 def directed() -> Iterator[tuple[Case, dict[str, Any]]]:

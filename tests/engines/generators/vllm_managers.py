@@ -109,6 +109,35 @@ class Case:
     """Each a batch per rank; a rank without rows is idle. None with a dynamic schedule."""
 
 
+_SMALL = Configuration(
+    runner=RunnerVersion.V2,
+    mode=GraphMode.FULL_AND_PIECEWISE,
+    sizes=(1, 2, 4, 8),
+    max_size=8,
+    max_num_seqs=2,
+    num_speculative_tokens=3,
+)
+_CHAINED = attrs.evolve(_SMALL, schedule=((1, 1, 3), (2, 2, 1)), drafter=DrafterKind.CHAIN, draft_fused=True)
+_WHOLE = attrs.evolve(_SMALL, varlen=True, drafter=DrafterKind.PARALLEL, draft_query_len=3)
+_SPLIT = Configuration(
+    runner=RunnerVersion.V1,
+    mode=GraphMode.FULL_AND_PIECEWISE,
+    sizes=(8, 32),
+    max_size=32,
+    max_num_seqs=32,
+    overlap=Overlap(microbatches=2, decode_tokens=32, prefill_tokens=16),
+)
+BOUNDARIES = (
+    # A tier of one draft token, which has no chain.
+    Case(configuration=_CHAINED, batches=(), steps=()),
+    # The largest size holds all requests at their widest, and the draft pass has K tokens of each.
+    Case(configuration=_WHOLE, batches=(), steps=()),
+    # Batches at both thresholds; padding doubles the second, whose second half would be padding alone.
+    Case(configuration=_SPLIT, batches=((((1, False),) * 32, 0), (((16, True),), 0)), steps=()),
+)
+"""Cases at the values where a comparison of a rule changes its answer."""
+
+
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Return ``count`` random cases. Each has its own seed, so that one can be made again alone."""
     for index in range(count):

@@ -367,6 +367,7 @@ MODELS["mimo"] |= {"head_dim": 192, "vocab_size": 128256}
 MODELS["nemotron"] |= {"head_dim": 128, "hybrid_override_pattern": "MEM*EM", "num_hidden_layers": 6}
 MODELS["nemotron"] |= {"n_routed_experts": 512, "mtp_hybrid_override_pattern": "*E"}
 MODELS["dsa"] |= {"num_key_value_heads": 64, "qk_nope_head_dim": 192, "vocab_size": 128256}
+MODELS |= {"narrow": {**MODELS["dense"], "head_dim": 32}, "large": {**MODELS["dense"], "head_dim": 192}}
 for _name, _of in (("dsk", "dspark"), ("unstated", "mla")):
     MODELS[_name] = {key: value for key, value in MODELS[_of].items() if not key.startswith("num_nextn")}
 

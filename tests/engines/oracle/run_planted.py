@@ -29,7 +29,7 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError
 from engines.generators import sglang as sglang_drawing
 from engines.generators import sglang_answers, vllm_managers
-from engines.generators.vllm import cases, write_models
+from engines.generators.vllm import Case, cases, write_models
 from engines.generators.vllm_directed import at_boundaries, directed
 from engines.oracle import run_sglang, run_vllm_config, run_vllm_managers
 from engines.oracle.comparison import finish, options, oracle, say, sources
@@ -90,10 +90,14 @@ def _planted(source: str, number: int) -> tuple[ast.Module, ast.Compare] | None:
 def _functions(code: CodeType, line: int) -> Iterator[CodeType]:
     """Yield the outermost function that has the line; classes are looked into."""
     for each in code.co_consts:
-        if isinstance(each, CodeType) and line in {at for *_, at in each.co_lines()}:
+        if isinstance(each, CodeType) and line in _lines(each):
             yield from [each] if each.co_flags & 0x2 else _functions(each, line)
-        elif isinstance(each, CodeType):
-            yield from (found for found in _functions(each, line))
+
+
+def _lines(code: CodeType) -> set[int | None]:
+    """Return the lines of code and of the functions in it, which do not exist before it runs."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {at for *_, at in code.co_lines()}.union(*map(_lines, inner))
 
 
 def _live(site: Site) -> list[FunctionType]:
@@ -147,15 +151,14 @@ def _vllm_config(wheel: Path, count: int, seed: int) -> list[Question]:
     found: list[Question] = []
     lines = [case for case, _ in directed()] + [*cases(count, seed, 0.01)]
     for case in (*at_boundaries(), *random.Random(seed).sample(lines, len(lines))):
-        command, environment = case.command_in(folder), find_environment(case.environment)
-        words = [f"{name}={value}" for name, value in case.variables] + command
-        theirs = engine.answer(command, environment, dict(case.variables))
+        environment = find_environment(case.environment)
+        theirs: Any = engine.answer(case.command_in(folder), environment, dict(case.variables))
         refused = isinstance(theirs, module.EngineRefusal)
 
-        def agrees(
-            words: Any = words, environment: Any = environment, theirs: Any = theirs, refused: Any = refused
-        ) -> bool:
-            ours = run_vllm_config._ours(words, environment)
+        def agrees(case: Case = case, theirs: Any = theirs, refused: bool = refused) -> bool:
+            # Each case has flags of its own in the one file that commands name.
+            words = [f"{name}={value}" for name, value in case.variables] + case.command_in(folder)
+            ours = run_vllm_config._ours(words, find_environment(case.environment))
             # The two refuse together, or answer alike: what is refused over a flag without effect is not asked here.
             if isinstance(ours, FlagError) or refused:
                 return isinstance(ours, FlagError) == refused
@@ -168,8 +171,7 @@ def _vllm_config(wheel: Path, count: int, seed: int) -> list[Question]:
 def _vllm_managers(wheel: Path, count: int, seed: int) -> list[Question]:
     found: list[Question] = []
     with oracle("vllm_managers").engine(wheel) as engine:
-        for index in range(count):
-            case = vllm_managers.case(seed, index)
+        for case in (*vllm_managers.BOUNDARIES, *vllm_managers.cases(seed, count)):
             theirs = run_vllm_managers.plain(engine.answers(case))
 
             def agrees(case: Any = case, theirs: Any = theirs) -> bool:

@@ -46,8 +46,8 @@ def main() -> int:
     release = arguments.release if arguments.release in releases() else NEWEST
     say(f"vLLM {arguments.release} against the emulation of {release}")
     with following(release), oracle("vllm_managers").engine(folder) as engine:
-        for index in range(arguments.count):
-            case = cases.case(arguments.seed, index)
+        every = (*cases.BOUNDARIES, *cases.cases(arguments.seed, arguments.count))
+        for index, case in enumerate(every, -len(cases.BOUNDARIES)):
             ours, theirs = plain(cases.answers(case)), plain(engine.answers(case))
             found = differences(case, ours, theirs)
             wanted = cases.schedule_case(arguments.seed, index)

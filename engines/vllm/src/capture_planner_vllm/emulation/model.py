@@ -164,10 +164,7 @@ def read_model(flag: str, name: str, replaced: Mapping[str, Any] | None = None) 
     try:
         checkpoint = checkpoints.find(name)
         if replaced and checkpoint.source != ASSUMED:
-            config = {**checkpoint.config, **replaced}
-            # A part of the configuration keeps what is not replaced.
-            text = {**(checkpoint.config.get("text_config") or {}), **replaced.get("text_config", {})}
-            checkpoint = attrs.evolve(checkpoint, config={**config, "text_config": text} if text else config)
+            checkpoint = _overridden(checkpoint, replaced)
         return _from_config(checkpoint) if checkpoint.source != ASSUMED else ModelFacts(name=name)
     except FileNotFoundError as error:
         remedy = "name a model's folder; a plan is checked without --engine"
@@ -175,6 +172,20 @@ def read_model(flag: str, name: str, replaced: Mapping[str, Any] | None = None) 
     except (OSError, ValueError, TypeError, AttributeError) as error:
         file = Path(name) / "config.json"
         raise refusal(flag, f"vLLM cannot read {file}: {error}", "give a model's own config.json") from error
+
+
+def _overridden(checkpoint: Checkpoint, replaced: Mapping[str, Any]) -> Checkpoint:
+    config, part = checkpoint.config, "text_config"
+    architecture = (config.get("architectures") or [""])[0]
+    flat = architecture in (*names()["decoders"], *names()["hybrids"]) or config.get("is_encoder_decoder")
+    # vLLM adds the part to a model that has none, and then reads the attention heads from it alone.
+    if part in replaced and flat and not config.get(part):
+        message = f"vLLM finds no attention heads in the {part} that it adds to {checkpoint.name}"
+        raise refusal("--hf-overrides", message, f"write its fields outside of {part}", part)
+    # A part of the configuration keeps what is not replaced.
+    text = {**(config.get(part) or {}), **replaced.get(part, {})}
+    config = {**config, **replaced}
+    return attrs.evolve(checkpoint, config={**config, part: text} if text else config)
 
 
 def _from_config(checkpoint: Checkpoint) -> ModelFacts:
