@@ -221,6 +221,10 @@ class ConformanceMachine(RuleBasedStateMachine):
         lengths = self._lengths()
         # Also a prompt as long as a decode, which it must not be taken for (law 5).
         prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
+        if is_decode:
+            # One request at its end keeps all from decoding together, and one of many would be there nearly always.
+            room = 2 * (1 + self._scene.drafts + self._scene.extra_slots)
+            prompt = max(1, min(prompt, self._scene.shape.longest - room))
         shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
         ends = st.just(prompt) if is_decode else st.one_of(st.just(prompt), st.just(0), lengths)
         computed = data.draw(ends, label="computed")
