@@ -136,6 +136,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         count = st.just(most) if is_large else st.one_of(st.just(most), st.integers(1, most))
         for _ in range(data.draw(count, label="requests")):
             self.arrive(data, is_decode=is_large or None)
+        if is_large:
+            self._decode(data, most)
 
     # Hypothesis draws rules evenly: forwards, which matter most, have five.
     @_with_requests
