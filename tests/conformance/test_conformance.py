@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = SearchProfile(name="short", examples=15, steps=15)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_healthy_backend_passes(seed):
     """The reference backend: every kind of step, every role, graphs and eager steps, and no finding."""
     outcome = conform(under_test("reference"), SuiteOptions(profile=SHORT, seed=seed, audits=False))
