@@ -72,7 +72,7 @@ def table() -> str:
     by_class: dict[str, list[dict[str, Any]]] = {}
     for mutant in sorted(campaign()["mutants"], key=lambda mutant: (mutant["class"], mutant["name"])):
         by_class.setdefault(mutant["class"], []).append(mutant)
-    names = {kind.value: kind.name for kind in BugClass}
+    names = {kind.name: kind.value for kind in BugClass}
     rows = [
         (
             f"{letter}, {names.get(letter, '')}",
