@@ -239,7 +239,10 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--shape", default="0.6b", help="as in _arriving.py")
     options.add_argument("--k", type=int, default=3, help="speculative tokens")
     options.add_argument("--rounds", type=int, default=1, help="how often a start serves its loads")
-    options.add_argument("--starts", type=int, default=len(STARTS_LOADS), help="before faults are planted")
+    most = len(STARTS_LOADS)
+    options.add_argument(
+        "--starts", type=int, default=most, choices=range(1, most + 1), help="before faults are planted"
+    )
     options.add_argument("--faults", nargs="*", default=FAULTS, choices=FAULTS, help="which are planted; default: all")
     options.add_argument("--tune-seconds", type=float, default=30.0, help="most time of tuning before a start")
     options.add_argument("--seconds", type=float, default=3600, help="no start begins that could end later")

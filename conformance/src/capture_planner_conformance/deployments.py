@@ -84,9 +84,8 @@ def scenes(
         drawn["lazy"] = draw(st.booleans())
     # Without drafts it keeps its default: no two scenes differ in what has no effect.
     drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
-    slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.
-    width = 1 + k + slots
+    width = Scene(shape=shapes[0], drafts=k, drafter=drafter).decode_width
     decodes = num_reqs * width
     tight, roomy = st.integers(max(num_reqs, width), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))

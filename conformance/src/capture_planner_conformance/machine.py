@@ -137,7 +137,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         for _ in range(data.draw(count, label="requests")):
             self.arrive(data, is_decode=is_large or None)
         if is_large:
-            self._decode(data, most)
+            self.advance_all(data)
 
     # Hypothesis draws rules evenly: forwards, which matter most, have five.
     @_with_requests
@@ -225,8 +225,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
         if is_decode:
             # One request at its end keeps all from decoding together, and one of many would be there nearly always.
-            room = 2 * (1 + self._scene.drafts + self._scene.extra_slots)
-            prompt = max(1, min(prompt, self._scene.shape.longest - room))
+            prompt = max(1, min(prompt, self._scene.shape.longest - 2 * self._scene.decode_width))
         shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
         ends = st.just(prompt) if is_decode else st.one_of(st.just(prompt), st.just(0), lengths)
         computed = data.draw(ends, label="computed")

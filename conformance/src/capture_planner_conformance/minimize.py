@@ -264,7 +264,7 @@ def _scened(case: Case, **changes: Any) -> Case:
     """Return the case with another scene, whose sizes and schedule are cut to its limits."""
     scene = replace(case.scene, **changes)
     # The limit of a valid spec: a token for each request, and room for the decode of one.
-    num_tokens = max(scene.num_tokens, scene.num_reqs, 1 + scene.drafts + scene.extra_slots)
+    num_tokens = max(scene.num_tokens, scene.num_reqs, scene.decode_width)
     schedule = tuple(
         (first, min(last, scene.num_reqs), min(k, scene.drafts))
         for first, last, k in scene.schedule
@@ -334,12 +334,7 @@ def _scenes(case: Case) -> Iterator[Case]:
         "fused": not scene.drafts,
     }
     flags |= {name: feature.values[0] for name, feature in scene.features.items()}
-    least = {
-        "num_reqs": 1,
-        "num_tokens": max(scene.num_reqs, 1 + scene.drafts + scene.extra_slots),
-        "layers": 1,
-        "seed": 0,
-    }
+    least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, scene.decode_width), "layers": 1, "seed": 0}
     if scene.beyond:
         least["beyond"] = 1
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]

@@ -276,6 +276,11 @@ class Scene:
         return 0 if self.speculative is None else self.speculative.extra_slots
 
     @property
+    def decode_width(self) -> int:
+        """The most tokens of a request in a decode, the drafter's extra slots included."""
+        return 1 + self.drafts + self.extra_slots
+
+    @property
     def feature_names(self) -> tuple[str, ...]:
         """The names of the features that it has."""
         drafted = [str(self.drafter), *([VARYING] if self.varying else [])] if self.drafts else []

@@ -244,7 +244,7 @@ class ServedStep:
 
     @property
     def rest(self) -> float:
-        """What the step takes besides its passes."""
+        """Milliseconds of the step outside its passes."""
         return self.interval - self.passes
 
 
@@ -281,7 +281,6 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
         step_milliseconds=round(max(0.0, min(apart.values())), 5),
         step_milliseconds_per_request=round(slope, 7),
         overheads=overheads,
-        drafts_overlap=False,
     )
     return _noted(fitted, *notes, *_off(steps, apart))
 
@@ -337,16 +336,16 @@ def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch],
 
 
 def _fit_overheads(steps: Sequence[ServedStep]) -> tuple[float, Mapping[Kind, float]]:
-    """Return the milliseconds that a step takes for each request, and the other ones of each kind."""
+    """Return the milliseconds per request, and those of a step apart from its requests, by kind."""
     by_kind = grouped(steps, lambda step: step.kind)
-    slope = _slope([*by_kind.values()])
+    slope = _slope(by_kind.values())
     return slope, {
         kind: _mean([(each.rest - slope * each.num_reqs, each.weight) for each in alike])
         for kind, alike in by_kind.items()
     }
 
 
-def _slope(kinds: Sequence[Sequence[ServedStep]]) -> float:
+def _slope(kinds: Iterable[Sequence[ServedStep]]) -> float:
     """Return by how much the rest grows with each request, within the kinds: at least 0, and no more than all of it."""
     above = below = 0.0
     most = math.inf
