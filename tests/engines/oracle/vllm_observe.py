@@ -24,7 +24,7 @@ from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.spec import Limits, Lora
-from capture_planner_vllm.inside import device, facts, trials
+from capture_planner_vllm.inside import device, facts, splits, trials
 from capture_planner_vllm.inside import observe_seams as seams
 from capture_planner_vllm.inside.captures import Captures
 from capture_planner_vllm.inside.steps import Track
@@ -82,6 +82,10 @@ def problems(folder: Path) -> Iterator[str]:
         missing = set(names) - attributes(folder / "vllm" / file, owner)
         if missing:
             yield f"{file}: {owner} has no {', '.join(sorted(missing))}"
+    build = "FlashAttentionMetadataBuilder.build"
+    theirs = parameters(folder, splits.BACKEND, build)
+    if theirs != ("self", "common_prefix_len", "common_attn_metadata", "fast_build"):
+        yield f"{splits.BACKEND}.{build}: {theirs}"
     text = "".join(path.read_text() for path in (folder / "vllm/v1/worker/gpu/spec_decode").rglob("*.py"))
     for name in facts.DRAFTERS:
         if f"self.{name}" not in text:

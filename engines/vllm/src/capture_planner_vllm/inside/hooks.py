@@ -1,6 +1,6 @@
 """A plan inside vLLM: what the plugin puts into vLLM's configuration and graph managers, role by role.
 
-Four places of vLLM 0.33, all of model runner V2 and each checked before it is touched:
+Five places of vLLM 0.33, all of model runner V2 and each checked before it is touched:
 
 - ``VllmConfig._set_cudagraph_sizes`` (vllm/config/vllm.py): ``cudagraph_capture_sizes`` and
   ``max_cudagraph_capture_size`` become the plan's. It runs in ``__post_init__``, before anything reads them:
@@ -9,6 +9,7 @@ Four places of vLLM 0.33, all of model runner V2 and each checked before it is t
   ``__init__``, which alone fills the tables that ``capture`` and ``dispatch`` read.
 - ``CudaGraphManager.capture``: a graph that is larger than the first one is warmed up before it, so that the buffers
   that vLLM allocates then have room for every graph (``buffers``).
+- ``FlashAttentionMetadataBuilder.build``: its bound on splits is that of the full graphs (``splits``).
 - ``SpeculatorCudaGraphManager.capture``: with dynamic draft lengths vLLM multiplies every graph by every length
   there; the plan has named the lengths already.
 
@@ -43,6 +44,7 @@ from capture_planner_vllm.inside.chains import with_planned_chains
 from capture_planner_vllm.inside.log import ModeReasons, report
 from capture_planner_vllm.inside.observe_seams import DRAFTERS, MANAGERS
 from capture_planner_vllm.inside.seam import after_import, log_with, name_problems, parameter_problems, wrap
+from capture_planner_vllm.inside.splits import BACKEND, FULL_GRAPHS, bound_splits
 
 CONFIG = "vllm.config.vllm"
 LEGACY_RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -77,6 +79,7 @@ def install(*, apply: bool, observe: bool) -> None:
         _reasons.listen(CONFIG, "vllm.config.compilation")
         after_import(CONFIG, apply_to_config)
         after_import(MANAGERS, apply_to_managers)
+        after_import(BACKEND, bound_splits)
         after_import(starting.WORKER, explain_failed_start)
     elif plan is not None:
         after_import(MANAGERS, check_managers)
@@ -222,6 +225,7 @@ def _with_plan(original: Callable[[Any], None]) -> Callable[[Any], None]:
         plan = current_plan()
         if plan is None or not _filled(manager, plan):
             original(manager)
+        FULL_GRAPHS.add(manager)
         # Also where vLLM's own graphs are kept: other workers may have the plan's.
         digested = "no plan" if plan is None else f"plan {digest(plan)[:15]}"
         workers.compare(manager, f"{type(manager).__name__} of width {manager.decode_query_len}", digested)

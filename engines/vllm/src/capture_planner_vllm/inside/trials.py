@@ -17,9 +17,11 @@ from typing import Any
 
 import attrs
 
+from capture_planner.modes import GraphMode
 from capture_planner_vllm.inside import device
 from capture_planner_vllm.inside.buffers import CreateForward
 from capture_planner_vllm.inside.observe_seams import MANAGERS
+from capture_planner_vllm.inside.splits import FULL_GRAPHS
 
 MIB = 1 << 20
 
@@ -246,7 +248,7 @@ def _requests(descriptor: Any, tokens: int, most: int) -> int | None:
 def set_aside(manager: Any, descriptor: Any, builders: Iterator[Any]) -> Iterator[None]:
     """Let a manager capture one graph into empty tables and a pool of its own; then all is as it was.
 
-    :param builders: of attention metadata; the bound that FlashAttention has for full graphs is raised meanwhile.
+    :param builders: of attention metadata; for a full graph FlashAttention's bound on splits is raised meanwhile.
     """
     platform = getattr(sys.modules.get(MANAGERS), "current_platform", None)
     pool = None if platform is None else platform.graph_pool_handle()
@@ -279,9 +281,11 @@ def set_aside(manager: Any, descriptor: Any, builders: Iterator[Any]) -> Iterato
         counter = getattr(sys.modules.get("vllm.compilation.counter"), "compilation_counter", None)
         if counter is not None:
             put(counter, "num_cudagraph_captured", counter.num_cudagraph_captured)
-        for builder in builders:
-            if getattr(builder, "max_cudagraph_size", None) is not None:
-                put(builder, "max_cudagraph_size", max(builder.max_cudagraph_size, descriptor.num_tokens))
+        if descriptor.cg_mode.name == GraphMode.FULL.name:
+            put(FULL_GRAPHS, "tokens", max(FULL_GRAPHS.tokens, descriptor.num_tokens))
+            for builder in builders:
+                if getattr(builder, "max_cudagraph_size", None) is not None:
+                    put(builder, "max_cudagraph_size", max(builder.max_cudagraph_size, descriptor.num_tokens))
         yield
     finally:
         # Backwards, so that a name that was set twice gets its first value.
