@@ -121,7 +121,8 @@ def _start(result: Mapping[str, Any]) -> Iterator[str]:
     facts = [found for column in COLUMNS if (found := engine(result, column))]
     yield "/".join(str(sum(each["graphs"].values())) for each in facts)
     yield "/".join(f"{each['capture_seconds']:.1f}" for each in facts)
-    yield "/".join(f"{each['graph_mib']:,.0f}" for each in facts)
+    # Other engines of the GPU gave memory back meanwhile where captures seem to have taken none.
+    yield "/".join(f"{each['graph_mib']:,.0f}" if each["graph_mib"] else NO_VALUE for each in facts)
     shares = (result["without_graph"].get(column, {}) for column in COLUMNS)
     yield "/".join(f"{each['target']:.1%}" for each in shares if each)
 
