@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF = (DataType.BFLOAT16, DataType.FLOAT16)
 MODES = (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY)
-LAYERS = 3
+LAYERS = 3 if settings.default.max_examples >= 100 else 2
 
 
 def deployments(dtypes=HALF):

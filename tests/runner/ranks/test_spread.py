@@ -45,7 +45,6 @@ ALL = {
         "k": 2,
         "method": Method.EAGLE3,
         "mode": GraphMode.FULL_AND_PIECEWISE,
-        "layers": 2,
         "sizes": FEW,
         # Most graphs are captured on first use, together.
         "capture": CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 40, seconds_per_minute=1e9),
