@@ -29,6 +29,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -64,10 +65,14 @@ _FROZEN: dict[str, int] = {}
 def pytest_configure() -> None:
     """Run in the root of the repository wherever pytest is called: tests name documents as their messages do.
 
-    A text is parsed once: tests read the same plans a thousand times, and a third of a command's time was YAML.
+    A text is parsed once: tests read the same plans a thousand times, and a third of a command's time was YAML. What is
+    installed is listed once for each path of imports. Garbage is collected less often than a short program needs.
     """
     os.chdir(Path(__file__).parents[1])
     reading.parse = lru_cache(maxsize=128)(documents.parse)
+    listed = lru_cache(maxsize=128)(lambda path, find=metadata.entry_points, **named: find(**named))
+    metadata.entry_points = lambda **named: listed(tuple(sys.path), **named)
+    gc.set_threshold(10_000, 20, 20)
 
 
 LAST = {"backends", "conformance", "gallery", "gpu"}

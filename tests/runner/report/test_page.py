@@ -3,6 +3,7 @@
 import re
 import sys
 from collections import Counter
+from functools import lru_cache
 from html import unescape
 from html.parser import HTMLParser
 
@@ -137,6 +138,13 @@ RUNS = {
 }
 
 
+@lru_cache
+def page_of(name):
+    """Return a run with its page, which is drawn once."""
+    report = RUNS[name]()
+    return report, page(run_report(report))
+
+
 def check(report, page):
     """What holds for the page of any report."""
     read = Page(page)
@@ -170,8 +178,7 @@ def check(report, page):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_of_every_kind_of_run_is_whole(name):
     """Also where there is nothing to draw; a picture is there where there is something to show."""
-    report = RUNS[name]()
-    html = page(run_report(report))
+    report, html = page_of(name)
     check(report, html)
     drawn = set(re.findall(r'id="figure-(\w+)"', html))
     wanted = {
@@ -220,8 +227,7 @@ def test_the_page_of_a_long_run_stays_small(count):
 
 def test_the_same_run_gives_the_same_page():
     """To the byte: pages can be compared."""
-    report = run_of(TINY, steps=3, requests=2)
-    assert page(run_report(report)) == page(run_report(report))
+    assert page(run_report(RUNS["one-request"]())) == page_of("one-request")[1]
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
