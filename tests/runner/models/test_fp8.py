@@ -277,7 +277,7 @@ def test_quantized_numbers_are_as_near_as_fp8_allows(shape, block, scale, seed):
 
 def test_a_configuration_alone_has_random_fp8_weights_that_are_compiled_and_spread(tmp_path, attention):
     """Near to the random weights of the model that is not quantized; ranks sum between compiled pieces."""
-    config = LlamaConfig(**BASE).to_dict()
+    config = LlamaConfig(**BASE | {"num_hidden_layers": 2}).to_dict()
     shape, options = replace(SPEC.model, max_model_len=64), {"device": CPU, "dtype": torch.float32, "seed": 3}
     blocks = FINEGRAINED | {"weight_block_size": [2, 4]}
     for name, stated in (("plain", {}), ("fp8", {"quantization_config": blocks})):
