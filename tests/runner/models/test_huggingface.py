@@ -59,9 +59,7 @@ def own_forward(own, tokens, positions, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@given(
-    tokens=TOKENS, start=st.integers(0, 32), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=4)
-)
+@given(tokens=TOKENS, start=st.integers(0, 32), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=4))
 def test_hidden_states_and_logits_are_the_librarys_own(family, tokens, start, layers, loaded, attention):
     """Through plain attention, with any tokens at any positions, by ids and by embeddings.
 
