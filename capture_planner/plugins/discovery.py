@@ -64,7 +64,7 @@ def implementations(
     # A new manager for each call, so that the plugins of one caller are not those of the next.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
-    origins: dict[int, tuple[str, str]] = {}
+    origins: dict[int, tuple[str, metadata.Distribution | None]] = {}
     for plugin in plugins:
         with guarded(f"the plugin {_unpackaged(plugin)}", error):
             manager.register(plugin)
@@ -74,20 +74,22 @@ def implementations(
     for entry_point in [each for each in found if named is not None and each.name == named] or found:
         dist = entry_point.dist
         # An entry point that was made by hand has no distribution.
-        distribution, version = (dist.name, dist.version) if dist else (entry_point.value, "0")
+        distribution = dist.name if dist else entry_point.value
         with left_out(error), guarded(f"the plugin {distribution} ({entry_point.value})", error):
             plugin = entry_point.load()
             # Two entry points may name one object, which pluggy registers once.
             if not manager.is_registered(plugin):
                 manager.register(plugin)
-                origins[id(plugin)] = distribution, version
+                origins[id(plugin)] = distribution, dist
                 _name_other_hooks(manager, plugin, distribution, group)
     results: list[Implementation] = []
     # One by one: a call of the hook would end at the first error, and not tell whose value is whose.
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         plugin = implementation.plugin
         brought = id(plugin) in origins
-        distribution, version = origins[id(plugin)] if brought else (_unpackaged(plugin), "0")
+        distribution, dist = origins[id(plugin)] if brought else (_unpackaged(plugin), None)
+        # Only here: each version is a file that is read, and most plugins do not have the hook.
+        version = dist.version if dist else "0"
         with left_out(error, brought), guarded(f"the plugin {distribution}", error):
             # Listed under guard, because a hook may be a generator, which fails only when it is iterated.
             results += [

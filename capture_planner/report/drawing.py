@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
@@ -72,7 +73,8 @@ def svg(plot: Plot, name: str) -> str:
     drawing = figure(plot)
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
-        drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        # `savefig` would draw it twice: first to lay out what is laid out.
+        FigureCanvasSVG(drawing).print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     # An XML declaration and a doctype cannot be inside a page.
     text = text[text.index("<svg") :]
@@ -88,7 +90,7 @@ def figure(plot: Plot) -> Figure:
     """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
     height = _bars_height(plot) if plot.has_bars else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
-    figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
+    figure = Figure(figsize=(_WIDTH, height), dpi=72, layout="none")
     figure.patch.set_visible(False)
     axes = figure.subplots()
     axes.patch.set_visible(False)
@@ -221,9 +223,9 @@ def _log_ticks(low: float, least: float, high: float, base: int) -> list[float]:
 
 
 def _drop_overlaps(figure: Figure, axes: Axes) -> None:
-    """Remove ticks' labels that would overlap text before them or leave the picture."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # what is measured stays where it is
+    """Lay the picture out, and remove ticks' labels that would overlap text before them or leave the picture."""
+    ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06).execute(figure)
+    axes.get_tightbbox()  # the labels of the axes follow
     frame = Bbox.from_extents(0, 0, figure.bbox.width, figure.bbox.height)
     taken = [axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
 

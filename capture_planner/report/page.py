@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from importlib import resources
 from importlib.util import find_spec
+from typing import Any
 
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode
@@ -35,6 +37,15 @@ def page(report: Report) -> str:
     Below 2 MB at any length. Raises ``CapturePlannerError`` where jinja2 or matplotlib is not installed.
     """
     require_page()
+    parts = {
+        name: getattr(report, name) for name in ("kind", "title", "alert", "proved", "assumptions", "sections", "spec")
+    }
+    return str(_template().render(parts, charts=report.charts(), colors=COLORS))
+
+
+@cache
+def _template() -> Any:
+    """Return the template of jinja2, which takes longer to compile than to fill in."""
     import jinja2
     import markupsafe
 
@@ -56,10 +67,7 @@ def page(report: Report) -> str:
     environment.filters |= {"svg": svg, "grid": plot_grid, "tone": tone_of}
     environment.filters["written"] = lambda cell: ran(cell) if isinstance(cell, GraphMode) else cell
     template = resources.files("capture_planner.report").joinpath("page.html.j2").read_text("utf-8")
-    parts = {
-        name: getattr(report, name) for name in ("kind", "title", "alert", "proved", "assumptions", "sections", "spec")
-    }
-    return environment.from_string(template).render(parts, charts=report.charts(), colors=COLORS)
+    return environment.from_string(template)
 
 
 def number(value: float | str | None) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
-import subprocess
-import sys
 
 import attrs
 import pytest
@@ -19,7 +18,7 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner_runner.graphs import cuda
-from capture_planner_runner.graphs.graph import Leftover
+from capture_planner_runner.graphs.graph import Leftover, leftover, own_address
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
@@ -241,25 +240,13 @@ def test_block_that_is_freed_meanwhile_is_new_the_next_time(monkeypatch):
     assert asked == [{64: 4096}, {64: 512}, {}]
 
 
-OWNERS = """
-import ctypes, torch
-from capture_planner_runner.graphs.graph import Leftover, leftover, own_address
-
-owner = torch.zeros(1 << 20)
-address = owner.data_ptr()
-borrowed = torch.frombuffer((ctypes.c_float * len(owner)).from_address(address), dtype=torch.float32)
-assert (own_address(owner[2:]), own_address(borrowed)) == (address, 0)
-sizes = {address: owner.nbytes}
-assert leftover(sizes, own_address, "cpu").size == owner.nbytes
-del owner
-assert leftover(sizes, own_address, "cpu") == Leftover()
-"""
-
-
 def test_tensor_over_memory_of_another_is_no_leftover():
-    """A piece keeps such tensors of what it was handed: the memory is free once its owner is gone.
-
-    In a process of its own, where nothing else refers to tensors.
-    """
-    ran = subprocess.run([sys.executable, "-c", OWNERS], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    """A piece keeps such tensors of what it was handed: the memory is free once its owner is gone."""
+    owner = torch.zeros(1 << 20)
+    address = owner.data_ptr()
+    borrowed = torch.frombuffer((ctypes.c_float * len(owner)).from_address(address), dtype=torch.float32)
+    assert (own_address(owner[2:]), own_address(borrowed)) == (address, 0)
+    sizes = {address: owner.nbytes}
+    assert leftover(sizes, own_address, "cpu").size == owner.nbytes
+    del owner
+    assert leftover(sizes, own_address, "cpu") == Leftover()

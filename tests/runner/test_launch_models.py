@@ -26,8 +26,7 @@ def check_served(outcome, *modes):
     assert {forward.mode for forward in outcome.report.forwards if forward.role is Role.TARGET} >= {*modes}
 
 
-@pytest.mark.parametrize("mrope", [False, True])
-@pytest.mark.parametrize("roles", [Roles(), WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize(("roles", "mrope"), [(WINDOWS, False), (WINDOWS, True), (Roles(), True)])
 def test_a_random_model_has_the_windows_and_the_rope_of_its_plan(roles, mrope):
     """With as many different windows as the plan has groups; tokens are compared with windows computed densely."""
     spec = replace(SPEC, model=replace(MODEL, num_layers=3, mrope=mrope), roles=roles)

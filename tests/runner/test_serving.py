@@ -8,7 +8,7 @@ from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.model import DataType, Model
-from capture_planner.records.spec import Limits, Spec
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.huggingface import load_target
@@ -41,6 +41,7 @@ def deployment():
         limits=Limits(max_num_reqs=4, max_num_tokens=64),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend="reference",
+        sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(8, 64), num_reqs=(1, 4)),
     )
     plan = make_plan(spec, CPU, load_backends())
     return plan, load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64)
@@ -161,7 +162,7 @@ def test_nothing_is_captured_and_nobody_else_served_meanwhile(deployment):
 )
 def test_a_request_that_can_never_be_served_is_refused(deployment, prompt, tokens, says):
     """It would never get a place, and be in the way of all behind it."""
-    with runner_of(deployment) as runner:
+    with runner_of(deployment, without_graphs(deployment[0])) as runner:
         runner.pages = PageFormat(page_size=4, num_pages=100)
         asked = request("long", prompt, tokens)
         with pytest.raises(RunError, match=says):

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from hypothesis import given  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -203,7 +203,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@at_most(8)
+@settings(max_examples=8 if settings.default.max_examples >= 100 else 3)
 @given(reports)
 def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None:
     """Balanced, with no script and no other file, a picture for each figure that is drawn."""

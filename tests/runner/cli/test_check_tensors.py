@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
-from capture_planner import cli
+from support.commands import Run
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 SPEC = """\
@@ -30,42 +28,10 @@ sizes: {policy: explicit, num_tokens: [4, 12], num_reqs: [2, 3]}
 FEW = ("plan.yaml", "--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6", "--check", "tensors")
 
 
-@attrs.frozen
-class CommandResult:
-    """What one command did."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., CommandResult]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Undo what ``--threads`` does to the process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """Return a function that calls the program in this process, in a folder with the plan of ``SPEC``."""
-    monkeypatch.chdir(tmp_path)
-    Path("spec.yaml").write_text(SPEC, "utf-8")
-
-    def call(*arguments: str, command: str = "run") -> CommandResult:
-        monkeypatch.setattr(sys, "argv", ["capture-planner", command, *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = (stream.decode() for stream in capsysbinary.readouterr())
-        assert isinstance(end.value.code, int)
-        return CommandResult(end.value.code, out, err)
-
-    assert call("spec.yaml", "-e", "cpu", "-o", "plan.yaml", command="plan").code == 0
-    return call
+def run(executing: Callable[[str, str], Run]) -> Run:
+    """Return a function that calls ``run``, in a folder with the plan of ``SPEC``."""
+    return executing("run", SPEC)
 
 
 def by_value(text: str, title: str = "First wrong tensor") -> dict[str, str]:
@@ -104,17 +70,14 @@ def test_a_run_without_a_difference_counts_what_was_compared(run: Run, drafter: 
     assert {seen["tensor"] for seen in found["largest"]} >= {"queries", "key cache", "attention", "hidden"}
     assert all(seen["error"] <= seen["tolerance"] for seen in found["largest"])
     assert "each the same from its graph and eager" in ran.err
-    text = run(*FEW, "--drafter", drafter).out
+
+
+def test_the_text_of_a_run_without_a_difference_says_so(run: Run) -> None:
+    """In a section of its own, and without a wrong tensor."""
+    text = run(*FEW).out
     assert "Comparison\n" in text
     assert "compared with eager, and the same" in text
     assert "First wrong tensor" not in text
-
-
-def test_without_compare_there_is_no_comparison(run: Run) -> None:
-    """Nothing is said of it."""
-    ran = run(*FEW[:-2], "--format", "json")
-    assert json.loads(ran.out)["comparison"] is None
-    assert "Comparison" not in run(*FEW[:-2]).out
 
 
 def test_a_difference_stops_the_run_with_its_place(run: Run, broken: None) -> None:

@@ -43,7 +43,7 @@ def run_json(run: Run, *arguments: str) -> Any:
 
 def test_a_plan_runs(run: Run) -> None:
     """Everything is captured and served, and the sections of the report come in their order."""
-    ran = run("plan.yaml", *FEW)
+    ran = run("plan.yaml", *FEW, "--no-progress")
     assert (ran.code, ran.err) == (0, "")
     titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)*)$", ran.out, re.M)
     assert titles == [
@@ -69,6 +69,7 @@ def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
     data = run_json(run, *FEW, "--check", "tokens")
     assert set(data) == documented
     assert data["differing"] == []
+    assert data["comparison"] is None
     assert len(data["captured"]["entries"]) == data["captured"]["planned"] == data["captured"]["graphs"]
     assert {request["name"] for request in data["requests"]} == {f"request-{i}" for i in range(3)}
 
@@ -107,18 +108,10 @@ def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_made(run: Ru
     assert Path("plan.yaml").read_text("utf-8") == before
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_progress_is_shown_where_it_is_wanted(run: Run, shown: bool) -> None:
-    """Bars stand on the standard error stream; without a terminal they must be asked for."""
-    ran = run("plan.yaml", *FEW, "--progress" if shown else "--no-progress")
-    assert ("capture" in ran.err) == ("serve" in ran.err) == shown
-    assert "capture " not in ran.out
-
-
 def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
     """Without ``--environment`` that is a CPU, and a note says so; with one nothing needs saying."""
-    alone = run("spec.yaml", *FEW, "--format", "json")
-    named = run("spec.yaml", *FEW, "--format", "json", "--environment", "cpu")
+    alone = run("spec.yaml", *FEW, "--eager", "--format", "json")
+    named = run("spec.yaml", *FEW, "--eager", "--format", "json", "--environment", "cpu")
     assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
@@ -130,7 +123,7 @@ def test_a_spec_is_planned_for_this_machine(run: Run) -> None:
 
 def test_generated_requests_follow_their_options(run: Run) -> None:
     """Lengths are within their ranges, and a seed decides them and the answers."""
-    options = ("--requests", "4", "--prompt-tokens", "2:5", "--output-tokens", "3", "--rate", "50")
+    options = ("--eager", "--requests", "4", "--prompt-tokens", "2:5", "--output-tokens", "3", "--rate", "50")
     first, again, other = (run_json(run, *options, "--step-time", "0.5", "--seed", seed)["requests"] for seed in "778")
     assert [request["tokens"] for request in first] == [request["tokens"] for request in again]
     assert [request["tokens"] for request in first] != [request["tokens"] for request in other]
@@ -144,7 +137,7 @@ def test_a_trace_is_played(run: Run, speed: str) -> None:
     """The shipped trace, cut to the model: names are lines; played fast, its requests meet."""
     shutil.copytree(ROOT / "plans" / "traffic", "traffic")
     trace = ("--trace", "traffic/short_chat.csv", "--requests", "4", "--clip")
-    data = run_json(run, *trace, "--speed", speed, "--drafter", "copy")
+    data = run_json(run, *trace, "--speed", speed, "--drafter", "copy", "--eager")
     assert {r["name"].partition(":")[0] for r in data["requests"]} == {"short_chat.csv"}
     assert data["throughput"]["finished"] == 4
     together = max(step["num_reqs"] for step in data["steps"])
@@ -160,7 +153,7 @@ def test_prompts_are_read_and_answered_as_text(run: Run) -> None:
     made.save("tokenizer/tokenizer.json")
     Path("tokenizer/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     Path("prompts.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4", "max_new_tokens": 2}\n')
-    prompts = ("--prompts", "prompts.jsonl", "--tokenizer", "tokenizer", "--output-tokens", "5")
+    prompts = ("--prompts", "prompts.jsonl", "--tokenizer", "tokenizer", "--output-tokens", "5", "--eager")
     found = {r["name"]: r for r in run_json(run, *prompts)["requests"]}
     assert [found[f"prompts.jsonl:{n}"]["prompt_tokens"] for n in (1, 2)] == [3, 1]
     assert [found[f"prompts.jsonl:{n}"]["output_tokens"] for n in (1, 2)] == [5, 2]
@@ -175,7 +168,7 @@ def test_a_request_that_is_too_long_is_refused_or_cut(run: Run) -> None:
     assert (refused.code, refused.out) == (1, "")
     assert "request-0: 80 prompt tokens and 4 output tokens are more than max_model_len, 64" in refused.err
     assert "--clip" in refused.err
-    for request in run_json(run, *long, "--clip")["requests"]:
+    for request in run_json(run, *long, "--clip", "--eager")["requests"]:
         assert request["prompt_tokens"] + request["output_tokens"] == 64
 
 
@@ -188,7 +181,7 @@ def test_a_request_that_is_too_long_is_refused_or_cut(run: Run) -> None:
 )
 def test_what_a_drafter_proposes_changes_no_token(run: Run, drafter: tuple[str, ...], accepted: str) -> None:
     """Each is verified; how many drafts are right is what its name says."""
-    lengths = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "16")
+    lengths = ("--eager", "--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "16")
     ran = run("plan.yaml", *lengths, "--check", "tokens", "--format", "json", "--drafter", *drafter)
     assert ran.err.startswith("verified: 3 requests, every token and row is within the noise of exact runs\n")
     # What is drafted past the end of an answer is no answer of the target.
@@ -226,7 +219,7 @@ def test_a_model_and_a_drafter_are_configurations(run: Run) -> None:
 
 def test_the_cache_has_the_pages_that_were_asked_for(run: Run) -> None:
     """Keys and values of both layers, with the null page; too few pages are refused."""
-    data = run_json(run, *FEW, "--pages", "20", "--page-size", "4", "--threads", "2")
+    data = run_json(run, *FEW, "--eager", "--pages", "20", "--page-size", "4", "--threads", "2")
     assert data["captured"]["kv_cache"] == 2 * 2 * (20 + 1) * 4 * 16 * 4
     assert data["host"]["threads"] == "2"
     refused = run("plan.yaml", "--requests", "1", "--pages", "1")
@@ -255,13 +248,15 @@ def test_strict_stops_where_a_graph_does_not_fit(run: Run) -> None:
     assert ran.err.startswith("error: target: PIECEWISE 12 tokens does not fit into memory: ")
 
 
-def test_eager_captures_nothing(run: Run) -> None:
-    """All forwards are eager because of their mode, and the answers are those of the graphs."""
-    eager, captured = (run_json(run, *FEW, *option) for option in (("--eager",), ()))
+def test_neither_eager_forwards_nor_missing_guards_change_an_answer(run: Run) -> None:
+    """With ``--eager`` all forwards are so because of their mode; ``--check none`` replays without guards."""
+    eager, captured, trusted = (run_json(run, *FEW, *option) for option in (("--eager",), (), ("--check", "none")))
     assert eager["captured"]["entries"] == []
     assert {forward["reason"] for forward in eager["forwards"]} == {"mode"}
     assert {forward["reason"] for forward in captured["forwards"]} == {None}
-    assert {r["name"]: r["tokens"] for r in eager["requests"]} == {r["name"]: r["tokens"] for r in captured["requests"]}
+    answers = {r["name"]: r["tokens"] for r in captured["requests"]}
+    for data in (eager, trusted):
+        assert {r["name"]: r["tokens"] for r in data["requests"]} == answers
 
 
 @pytest.mark.parametrize("compiling", ["--compile", "--no-compile"])
@@ -271,12 +266,6 @@ def test_answers_survive_every_check(run: Run, compiling: str) -> None:
     assert ran.code == 0
     assert "verified: 3 requests, every token and row is within the noise of exact runs\n" in ran.out
     assert bool(re.search(r"^ *compiled", ran.out, re.M)) == (compiling == "--compile")
-
-
-def test_a_run_without_guards_gives_the_same_answers(run: Run) -> None:
-    """``--check none`` replays without guards, which change nothing that is served."""
-    guarded, trusted = (run_json(run, *FEW, *option) for option in ((), ("--check", "none")))
-    assert [r["tokens"] for r in trusted["requests"]] == [r["tokens"] for r in guarded["requests"]]
 
 
 def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

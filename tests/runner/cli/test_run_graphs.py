@@ -34,7 +34,7 @@ def run(executing: Callable[[str, str], Run]) -> Run:
 def test_a_plan_with_lora_runs_with_adapters_or_says_that_it_has_none(run: Run) -> None:
     """Graphs are dispatched by the number of active adapters, tokens are verified, and the report has both."""
     Path("lora.yaml").write_text(SPEC + "lora: {max_active: 2, specialize: true}\n", "utf-8")
-    without = run("lora.yaml", *FEW)
+    without = run("lora.yaml", *FEW, "--eager")
     assert "the plan has LoRA and the run had no adapters" in " ".join(without.out.split())
     data = run("lora.yaml", "--adapters", "3", "--format", "json", *SOME, "--check", "tokens").data
     assert len(data["adapters"]) == 3
@@ -43,7 +43,7 @@ def test_a_plan_with_lora_runs_with_adapters_or_says_that_it_has_none(run: Run) 
     active = {f["active_loras"]: f["entry"]["active_loras"] for f in data["forwards"] if f["role"] == "target"}
     assert max(active) > 1
     assert all(graph >= count for count, graph in active.items())
-    ran = run("lora.yaml", "--adapters", "3", *SOME)
+    ran = run("lora.yaml", "--adapters", "3", "--eager", *SOME)
     assert re.search(r"^Adapters$\n +3 adapters, at most 2 at once: random adapter 1", ran.out, re.M)
 
 
@@ -103,10 +103,11 @@ def test_a_dump_that_fails_after_serving_costs_no_report(run: Run, monkeypatch: 
 def test_the_first_rank_alone_shows_progress(
     run: Run, monkeypatch: pytest.MonkeyPatch, rank: str | None, shown: bool
 ) -> None:
-    """It names the mode and the role whose graphs are captured."""
+    """On the standard error stream; it names the mode and the role whose graphs are captured."""
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     ran = run("plan.yaml", *FEW, "--progress")
     assert ran.code == 0
-    assert ("Capturing recorded graphs (FULL," in " ".join(ran.err.split())) == shown
+    assert ("Capturing recorded graphs (FULL," in " ".join(ran.err.split())) == ("serve" in ran.err) == shown
+    assert "capture " not in ran.out

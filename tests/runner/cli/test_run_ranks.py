@@ -126,8 +126,7 @@ def test_replicas_are_verified_where_some_are_idle(reports):
     assert report["differing"] == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("error", [ValueError("odd"), RunError("odd")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("rank", "error"), [(0, ValueError("odd")), (1, RunError("odd"))])
 def test_an_error_of_any_rank_ends_in_a_report_and_the_error(rank, error, folder, monkeypatch):
     """On the first rank, too; what is no error of ours has its traceback."""
     complete = Serving._complete

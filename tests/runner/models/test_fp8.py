@@ -6,7 +6,7 @@ import math
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.testing import assert_close
@@ -25,6 +25,7 @@ from support.launches import CONFIG, SPEC, started
 from support.model_families import BASE
 
 CPU = torch.device("cpu")
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 3))
 SHARED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 """Linear layers of a Llama, with the axis of a weight that ranks share."""
 ALL = 1 << 20
@@ -168,6 +169,7 @@ def folders(draw):
 COMPRESSED = tuple((compressed, kind) for kind in ("tensor", "channel", "block"))
 
 
+@FEW
 @given(stored=folders(), tokens=st.lists(st.integers(0, BASE["vocab_size"] - 1), min_size=1, max_size=6))
 def test_a_folder_of_fp8_weights_says_what_their_numbers_say(
     stored, tokens, tmp_path_factory, attention, no_host_reads
@@ -209,6 +211,7 @@ def cuts(stored):
             yield name
 
 
+@FEW
 @given(stored=folders())
 def test_each_of_two_ranks_has_its_slice_of_the_numbers(stored, tmp_path_factory):
     """Of every layer; where a block would be cut, the first such layer is named."""
@@ -274,7 +277,7 @@ def test_quantized_numbers_are_as_near_as_fp8_allows(shape, block, scale, seed):
 
 def test_a_configuration_alone_has_random_fp8_weights_that_are_compiled_and_spread(tmp_path, attention):
     """Near to the random weights of the model that is not quantized; ranks sum between compiled pieces."""
-    config = LlamaConfig(**BASE).to_dict()
+    config = LlamaConfig(**BASE | {"num_hidden_layers": 2}).to_dict()
     shape, options = replace(SPEC.model, max_model_len=64), {"device": CPU, "dtype": torch.float32, "seed": 3}
     blocks = FINEGRAINED | {"weight_block_size": [2, 4]}
     for name, stated in (("plain", {}), ("fp8", {"quantization_config": blocks})):

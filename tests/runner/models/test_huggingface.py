@@ -59,9 +59,12 @@ def own_forward(own, tokens, positions, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@given(tokens=TOKENS, start=st.integers(0, 32))
-def test_hidden_states_and_logits_are_the_librarys_own(family, tokens, start, loaded, attention):
-    """Through plain attention, with any tokens at any positions, by ids and by embeddings."""
+@given(tokens=TOKENS, start=st.integers(0, 32), layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=4))
+def test_hidden_states_and_logits_are_the_librarys_own(family, tokens, start, layers, loaded, attention):
+    """Through plain attention, with any tokens at any positions, by ids and by embeddings.
+
+    Auxiliary states are what enters their layers: in the order that was asked for, also where one is asked for twice.
+    """
     (model, own), ids = loaded(family), torch.tensor(tokens)
     positions, attend = places_of(model, len(ids), start), attention(model.windows)
     hidden, aux = model.forward(input_ids=ids, embeddings=None, positions=positions, attend=attend)
@@ -71,21 +74,12 @@ def test_hidden_states_and_logits_are_the_librarys_own(family, tokens, start, lo
     assert_close(hidden, expected.hidden_states[-1][0], rtol=1e-5, atol=1e-5)
     assert_close(model.logits(hidden), expected.logits[0], rtol=1e-5, atol=1e-5)
     embedded = model.embed(ids)
-    again, _ = model.forward(input_ids=None, embeddings=embedded, positions=positions, attend=attend)
-    assert torch.equal(hidden, again)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@given(tokens=TOKENS, layers=st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=4))
-def test_auxiliary_states_are_what_enters_their_layers(family, tokens, layers, loaded, attention):
-    """Side by side in the order that was asked for, also where one is asked for twice."""
-    (model, own), ids = loaded(family), torch.tensor(tokens)
-    positions = places_of(model, len(ids), 0)
-    _, aux = model.forward(
-        input_ids=ids, embeddings=None, positions=positions, attend=attention(model.windows), aux_layers=tuple(layers)
+    again, aux = model.forward(
+        input_ids=None, embeddings=embedded, positions=positions, attend=attend, aux_layers=tuple(layers)
     )
-    states = own_forward(own, ids, positions, output_hidden_states=True).hidden_states
-    assert_close(aux, torch.cat([states[layer][0] for layer in layers], dim=-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(hidden, again)
+    states = [expected.hidden_states[layer][0] for layer in layers]
+    assert_close(aux, torch.cat(states, dim=-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

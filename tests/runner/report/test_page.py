@@ -3,6 +3,7 @@
 import re
 import sys
 from collections import Counter
+from functools import lru_cache
 from html import unescape
 from html.parser import HTMLParser
 
@@ -124,9 +125,21 @@ def run_of(name, *, steps=0, requests=0, captured=True, **changes):
     return attrs.evolve(report, **changes)
 
 
+def long_run(count):
+    """A run of more forwards than ``count``, which repeats 2,000 steps."""
+    short = run_of(EAGLE, steps=2_000, requests=400)
+    copies = count // len(short.forwards) + 1
+    forwards = tuple(
+        attrs.evolve(forward, step=forward.step + 2_000 * copy) for copy in range(copies) for forward in short.forwards
+    )
+    steps = tuple(attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps)
+    return attrs.evolve(short, forwards=forwards, steps=steps, served=short.served * 50)
+
+
 TINY, EAGLE, PLAIN = "tiny-reference-cpu.cpu", "qwen3-8b-eagle3.h100", "llama-3.1-8b.h100"
 RUNS = {
-    "long": lambda: run_of(EAGLE, steps=450, requests=40),
+    "long": lambda: long_run(20_000),
+    "longest": lambda: long_run(200_000),
     "nothing": lambda: run_of(TINY, captured=False),
     "interrupted-before-anything": lambda: run_of(EAGLE, captured=False, interrupted=True),
     "captured-only": lambda: run_of(TINY, interrupted=True),
@@ -135,6 +148,13 @@ RUNS = {
     "one-request": lambda: run_of(TINY, steps=1, requests=1),
     "cut-off-in-the-first-step": lambda: attrs.evolve(run_of(TINY, steps=1), steps=(), interrupted=True),
 }
+
+
+@lru_cache
+def page_of(name):
+    """Return a run with its page, which is drawn once."""
+    report = RUNS[name]()
+    return report, page(run_report(report))
 
 
 def check(report, page):
@@ -167,11 +187,13 @@ def check(report, page):
     check_plots(run_report(report).charts(), page)
 
 
-@pytest.mark.parametrize("name", RUNS)
+LONGEST = pytest.param("longest", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("name", [LONGEST if name == "longest" else name for name in RUNS])
 def test_the_page_of_every_kind_of_run_is_whole(name):
     """Also where there is nothing to draw; a picture is there where there is something to show."""
-    report = RUNS[name]()
-    html = page(run_report(report))
+    report, html = page_of(name)
     check(report, html)
     drawn = set(re.findall(r'id="figure-(\w+)"', html))
     wanted = {
@@ -202,26 +224,18 @@ def test_names_are_escaped(hostile):
     assert unescape(html).count(printable(hostile)) == 5
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=pytest.mark.thorough)])
-def test_the_page_of_a_long_run_stays_small(count):
-    """Below 2 MB."""
-    short = run_of(EAGLE, steps=2_000, requests=400)
-    copies = count // len(short.forwards) + 1
-    forwards = tuple(
-        attrs.evolve(forward, step=forward.step + 2_000 * copy) for copy in range(copies) for forward in short.forwards
-    )
-    steps = tuple(attrs.evolve(step, index=step.index + 2_000 * copy) for copy in range(copies) for step in short.steps)
-    report = attrs.evolve(short, forwards=forwards, steps=steps, served=short.served * 50)
-    assert len(report.forwards) > count
-    html = page(run_report(report))
+@pytest.mark.parametrize("name", ["long", LONGEST])
+def test_the_page_of_a_long_run_stays_small(name):
+    """Below 2 MB, of more than 20,000 forwards or 200,000."""
+    report, html = page_of(name)
+    assert len(report.forwards) > 20_000
     assert len(html.encode()) < 2_000_000
-    assert f"{len(steps):,} steps of" in html
+    assert f"{len(report.steps):,} steps of" in html
 
 
 def test_the_same_run_gives_the_same_page():
     """To the byte: pages can be compared."""
-    report = run_of(TINY, steps=3, requests=2)
-    assert page(run_report(report)) == page(run_report(report))
+    assert page(run_report(RUNS["one-request"]())) == page_of("one-request")[1]
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
