@@ -25,7 +25,7 @@ from capture_planner.records.promise import ExpectedSteps, Promise, PromisedStep
 from support.observing import observation_of
 
 PROGRAM = """\
-#!{python}
+#!{python} -IS
 import json, os, pathlib, shutil, sys, time
 home = pathlib.Path({home!r})
 environment = os.environ.get
