@@ -276,7 +276,7 @@ def _finding(subject: CheckInput, rule: EngineRule, diagnosis: Diagnosis, trials
     about = diagnosis.about
     advice = about if isinstance(about, str) else engine.fixes.advice(rule.code, before, diagnosis.role, about)
     fix = advice or engine.fixes.general.get(rule.code, "")
-    changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
+    changes = [] if trials is None else [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
     if trials is not None and changes:
 
         def removed(change: FlagChange) -> Emulation | None:

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import sys
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -51,6 +52,12 @@ sys.exit(do.get("code", 0))
 """
 
 
+@cache
+def _text(observation: Observation) -> str:
+    """Write an observation once: most tests have the same ones."""
+    return codec.dumps(observation)
+
+
 class PosedEngine:
     """The program, and what it is told.
 
@@ -80,7 +87,7 @@ class PosedEngine:
         for rank in range(ranks):
             own = replace(observation, rank=rank, world_size=ranks)
             file = self.home / "observations" / f"{name}.rank{rank}.yaml"
-            file.write_text(codec.dumps(own), "utf-8")
+            file.write_text(_text(own), "utf-8")
 
     @property
     def calls(self) -> list[dict[str, object]]:
