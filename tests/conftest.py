@@ -15,7 +15,8 @@ slow, and a faster test holds the same law:
 - gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four
   healthy backends; ``tox -e gallery`` searches all mutants with 20 seeds;
 - report: a page of 200,000 forwards instead of 20,000;
-- engines: the benchmark of transformers at its smallest, whose parts have tests of their own.
+- engines: the benchmark of transformers at its smallest, whose parts have tests of their own;
+- tuner: a session by the costs of another deployment: test_tuning has its guards, the command's tests what it says.
 """
 
 from __future__ import annotations

@@ -149,10 +149,10 @@ LINES = {
     ),
     "requests-beyond-graphs": ("tensorrt-llm", "Qwen/Qwen3-8B --max_batch_size 300"),
     "wide-gaps": ("vllm", "--max-num-seqs 256 --cudagraph-capture-sizes 8 256"),
-    "running-requests": ("sglang", "--model-path Qwen/Qwen3-8B --max-running-requests 600"),
+    "running-requests": ("sglang", "--model-path Qwen/Qwen3-8B --max-running-requests 600 --chunked-prefill-size 1024"),
     "few-decode-sizes": (
         "sglang",
-        "--model-path Qwen/Qwen3-8B --max-running-requests 256 --cuda-graph-bs-decode 1 256",
+        "--model-path Qwen/Qwen3-8B --max-running-requests 256 --cuda-graph-bs-decode 1 256 --chunked-prefill-size 512",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_fix_names_a_price_and_removes_its_finding(name):
     "line",
     [
         "vllm --max-num-seqs 700",
-        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600",
+        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --chunked-prefill-size 1024",
         "tensorrt-llm Qwen/Qwen3-8B --max_batch_size 300",
     ],
 )
@@ -189,7 +189,7 @@ def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
     [
         "vllm --max-num-seqs 700 --cudagraph-capture-sizes 8 512",
         """vllm --max-num-seqs 600 --speculative-config '{"method":"ngram","num_speculative_tokens":2}'""",
-        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --cuda-graph-bs-decode 1 2 64",
+        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --cuda-graph-bs-decode 1 --chunked-prefill-size 512",
     ],
 )
 def test_fixes_alone_and_together_emulate_each_command_line_once(line):

@@ -122,6 +122,7 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert found.kv_token_mib == 1 / 16
 
 
+@pytest.mark.thorough
 def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path) -> None:
     """Said first, with what to do for a promise; every batch that has a graph today keeps one."""
     found = tuning_of(observed(None, costs=False), tmp_path)
