@@ -189,7 +189,8 @@ def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
     [
         "vllm --max-num-seqs 700 --cudagraph-capture-sizes 8 512",
         """vllm --max-num-seqs 600 --speculative-config '{"method":"ngram","num_speculative_tokens":2}'""",
-        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --cuda-graph-bs-decode 1 --chunked-prefill-size 512",
+        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --cuda-graph-bs-decode 1 "
+        "--chunked-prefill-size 512",
     ],
 )
 def test_fixes_alone_and_together_emulate_each_command_line_once(line):
