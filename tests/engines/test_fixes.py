@@ -214,7 +214,7 @@ MACHINES = ("h100", "h200", "b200", "a100", "l40s")
 
 
 @pytest.mark.parametrize("line", ["vllm --model Qwen/Qwen3-8B", "sglang --model-path Qwen/Qwen3-8B"])
-@pytest.mark.parametrize("machine", MACHINES if settings.default.max_examples >= 100 else MACHINES[::2])
+@pytest.mark.parametrize("machine", MACHINES if settings.default.max_examples >= 100 else MACHINES[::4])
 def test_sound_default_deployment_has_notes_alone(call, line, machine):
     """Nothing that a default deployment does by design is a warning; the exit code is 0."""
     assert call("check", "--engine", *line.split(), "--environment", machine).code == 0
