@@ -15,7 +15,8 @@ slow, and a faster test holds the same law:
 - gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four
   healthy backends; ``tox -e gallery`` searches all mutants with 20 seeds;
 - report: a page of 200,000 forwards instead of 20,000;
-- engines: the benchmark of transformers at its smallest, whose parts have tests of their own.
+- engines: the benchmark of transformers at its smallest, whose parts have tests of their own;
+- tuner: a session by the costs of another deployment: test_tuning has its guards, the command's tests what it says.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from capture_planner import cli
 from capture_planner.codec import documents, reading
+from capture_planner.errors import InvalidDocument
 from support.commands import CommandResult, Run
 
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -69,10 +71,23 @@ def pytest_configure() -> None:
     installed is listed once for each path of imports. Garbage is collected less often than a short program needs.
     """
     os.chdir(Path(__file__).parents[1])
-    reading.parse = lru_cache(maxsize=128)(documents.parse)
+    reading.parse = _parsed
     listed = lru_cache(maxsize=128)(lambda path, find=metadata.entry_points, **named: find(**named))
     metadata.entry_points = lambda **named: listed(tuple(sys.path), **named)
     gc.set_threshold(10_000, 20, 20)
+
+
+@lru_cache(maxsize=256)
+def _node(text: str) -> documents.Node:
+    return documents.parse(text, "")
+
+
+def _parsed(text: str, name: str) -> documents.Node:
+    """Parse a text once, whatever its file is called; a problem names the file, and is found again."""
+    try:
+        return _node(text)
+    except InvalidDocument:
+        return documents.parse(text, name)
 
 
 LAST = {"backends", "conformance", "gallery", "gpu"}

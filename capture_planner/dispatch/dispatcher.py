@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Protocol
 
 import attrs
@@ -176,9 +177,9 @@ class _RoleTables:
 
     def answer(self, batch: Batch) -> Dispatch:
         """Return the cheapest compatible entry with its padding, or the reason for none."""
-        if self._role.role.is_drafter:
+        if batch.active_loras > 0 and self._role.role.is_drafter:
             # Drafters take no adapters (vLLM 0.33); a negative count stays wrong.
-            batch = attrs.evolve(batch, active_loras=min(batch.active_loras, 0))
+            batch = attrs.evolve(batch, active_loras=0)
         # An entry serves what fits, also a batch that the limits do not admit.
         entry = self._find(batch) if 0 < batch.num_reqs <= batch.num_tokens else None
         if entry is not None:
@@ -204,7 +205,7 @@ class _RoleTables:
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
         fits.append(self._mixed_fits(bound, steps, loras).at(batch.num_tokens))
-        return min((entry for entry in fits if entry), key=lambda entry: entry.cost, default=None)
+        return min((entry for entry in fits if entry), key=attrgetter("cost"), default=None)
 
     def _usable(self, steps: int | None, loras: int) -> Iterable[Entry]:
         """Return the entries for chains of ``steps`` and for ``loras`` adapters, the cheapest first."""
@@ -236,8 +237,16 @@ class _RoleTables:
         )
 
 
+_PLAIN = (int, type(None))
+
+
 def _refuse_counts(batch: Batch) -> None:
     """Raise ``DispatchError`` where counts of a batch are no whole numbers."""
+    # Nearly all counts are plain integers, and names for the others take longer than an answer.
+    if type(batch.num_reqs) is type(batch.num_tokens) is type(batch.active_loras) is int and (
+        type(batch.query_len) in _PLAIN and type(batch.max_query_len) in _PLAIN
+    ):
+        return
     required, optional = ("num_reqs", "num_tokens", "active_loras"), ("query_len", "max_query_len")
     counts = {name: getattr(batch, name) for name in required}
     counts |= {name: value for name in optional if (value := getattr(batch, name)) is not None}

@@ -7,6 +7,7 @@ observed: each is decided over the whole admissible space, through the engine's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from capture_planner.engines.engine import Engine, FlagChange
 from capture_planner.engines.verdict import change_text
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import BatchCount, Observation, ObservedRole
@@ -37,11 +39,22 @@ class CheckInput:
     answers: tuple[BatchAnswer, ...]
     unknown: frozenset[Role] = frozenset()
     """Roles of an observation with batches that the engine was not asked about; ``answers`` lacks those."""
+    _found: dict[str, tuple[Diagnosis, ...]] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+
+    def diagnoses(self, rule: EngineRule) -> tuple[Diagnosis, ...]:
+        """Return what a rule finds; it looks once, and the fixes of several findings look at the same input."""
+        if rule.code not in self._found:
+            self._found[rule.code] = tuple(rule.check(self))
+        return self._found[rule.code]
+
+    @cached_property
+    def _of_role(self) -> dict[Role, list[BatchAnswer]]:
+        return grouped(self.answers, lambda answer: answer.batch.role)
 
     def by_role(self, condition: Callable[[BatchAnswer], bool]) -> Iterator[tuple[Role, list[Run]]]:
         """Yield each role that has batches under a condition, with the runs of them."""
         for manager in self.emulation.managers:
-            selected = list(runs(a for a in self.answers if a.batch.role is manager.role and condition(a)))
+            selected = list(runs(filter(condition, self._of_role.get(manager.role, ()))))
             if selected:
                 yield manager.role, selected
 
@@ -169,7 +182,7 @@ def check(
         _finding(subject, each, diagnosis, trials)
         for code, each in sorted(ENGINE_RULES.items())
         if code in BY_FLAGS or not emulation.by_flags
-        for diagnosis in each.check(subject)
+        for diagnosis in subject.diagnoses(each)
     )
 
 
@@ -212,7 +225,7 @@ Diagnoses = dict[tuple[str, Role], Diagnosis]
 
 def _diagnoses(subject: CheckInput) -> Diagnoses:
     """Return what the rules find, by code and role."""
-    return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in rule.check(subject)}
+    return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in subject.diagnoses(rule)}
 
 
 def _step(current: Emulation, found: Diagnoses, trials: ChangeTrials) -> tuple[Emulation, Diagnoses, FlagChange] | None:
@@ -263,12 +276,12 @@ def _finding(subject: CheckInput, rule: EngineRule, diagnosis: Diagnosis, trials
     about = diagnosis.about
     advice = about if isinstance(about, str) else engine.fixes.advice(rule.code, before, diagnosis.role, about)
     fix = advice or engine.fixes.general.get(rule.code, "")
-    changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
+    changes = [] if trials is None else [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
     if trials is not None and changes:
 
         def removed(change: FlagChange) -> Emulation | None:
             after = trials.after(before, change)
-            left = any(each.role is diagnosis.role for each in rule.check(after))
+            left = any(each.role is diagnosis.role for each in after.diagnoses(rule))
             return None if left else after.emulation
 
         # Changes were tried and none helped: general advice would be wrong.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from operator import attrgetter, itemgetter
 
 import attrs
 
@@ -42,7 +44,7 @@ class BatchAnswer:
     last: int
     """The extent up to which larger batches get the same answer; its own up to the largest graph."""
 
-    @property
+    @cached_property
     def best(self) -> Entry | None:
         """The cheapest compatible graph that is captured; None where no graph is compatible."""
         return self.graphs.best(self.batch)
@@ -114,35 +116,44 @@ class GraphRows:
             entry = graph.entry
             kind = (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps, graph.max_query_len)
             rows.setdefault(kind, []).append(graph)
-        by_cost = (sorted(row, key=lambda graph: graph.entry.cost) for row in rows.values())
-        self._families = families
+        by_cost = [sorted(row, key=lambda graph: graph.entry.cost) for row in rows.values()]
+        # Only chains are told apart by their steps.
+        self._families = families if any(row[0].entry.draft_steps is not None for row in by_cost) else ()
         self._rows = [([graph.entry.num_tokens for graph in row], row) for row in by_cost]
 
     def best(self, batch: Batch) -> Entry | None:
         """Return the cheapest graph that serves the batch."""
-        steps, first = draft_steps_of(batch, self._families), []
+        steps, first, uniform = draft_steps_of(batch, self._families), [], (None, batch.uniform_query_len)
         for tokens, row in self._rows:
-            for graph in row[bisect_left(tokens, batch.num_tokens) :]:
-                rejection = graph.rejection(batch, steps)
+            # Nearly all batches are of another query length than most rows, and asking a graph takes longer.
+            if row[0].entry.query_len not in uniform:
+                continue
+            for index in range(bisect_left(tokens, batch.num_tokens), len(row)):
+                rejection = row[index].rejection(batch, steps)
                 if rejection is None:
-                    first.append(graph.entry)
+                    first.append(row[index].entry)
                 if rejection is not Rejection.REQUESTS:
                     break  # Larger graphs of a row are rejected for the same reason.
-        return min(first, key=lambda entry: entry.cost, default=None)
+        return min(first, key=attrgetter("cost"), default=None)
+
+
+Place = tuple[str, str, int, int, int]
+"""Role, kind, query length, adapters and extent of a batch."""
 
 
 def runs(answers: Iterable[BatchAnswer]) -> Iterator[Run]:
     """Group consecutive batches of one role, kind, query length and adapter count."""
 
-    def place(answer: BatchAnswer) -> tuple[str, str, int, int, int]:
+    def place(answer: BatchAnswer) -> Place:
         batch = answer.batch
         return (batch.role, batch.kind.value, batch.query_len or 0, batch.active_loras, answer.extent)
 
-    def apart(before: BatchAnswer, after: BatchAnswer) -> bool:
-        return place(before)[:-1] != place(after)[:-1] or after.extent > before.last + 1
+    def apart(before: tuple[Place, BatchAnswer], after: tuple[Place, BatchAnswer]) -> bool:
+        return before[0][:-1] != after[0][:-1] or after[0][-1] > before[1].last + 1
 
-    for run in split_when(apart, sorted(answers, key=place)):
-        yield Run(batch=run[0].batch, first=run[0].extent, last=run[-1].last, answers=tuple(run))
+    for run in split_when(apart, sorted(((place(each), each) for each in answers), key=itemgetter(0))):
+        alike = tuple(each for _, each in run)
+        yield Run(batch=alike[0].batch, first=alike[0].extent, last=alike[-1].last, answers=alike)
 
 
 def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:
@@ -246,6 +257,7 @@ def _of_observation(observation: Observation) -> Emulation:
         lora=observation.lora,
         parallel=observation.parallel,
         assumptions=observation.notes,
+        asked=True,
     )
 
 

@@ -178,6 +178,8 @@ class Emulation:
     """Assumptions that come from reading the command line."""
     notes: tuple[str, ...] = ()
     """Skipped parts of the command line, which decide nothing."""
+    asked: bool = False
+    """Whether answers are only those that an engine was asked for; others have ``Reason.UNKNOWN``."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:

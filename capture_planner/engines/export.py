@@ -398,8 +398,9 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
     batches = unknown = 0
     differences: list[BatchDifference] = []
     for role in (role for role in left.modes if role in emulation.modes):
-        for batch, max_loras, min_reqs in _batches(role, left, emulation):
-            count = max_loras - batch.active_loras + 1
+        for batch, last, max_loras, min_reqs in _batches(role, left, emulation):
+            size = batch.extent(batch.kind)
+            count = (last - size + 1) * (max_loras - batch.active_loras + 1)
             batches += count
             answers = left.dispatch(batch), emulation.dispatch(batch)
             # Two deployments may have other limits; those are compared as such.
@@ -412,14 +413,13 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
             found = effect(planned, emulated)
             if found is None:
                 continue
-            size = batch.extent(batch.kind)
             differences.append(
                 BatchDifference(
                     role=role,
                     kind=batch.kind,
                     query_len=batch.query_len,
                     first=size,
-                    last=size,
+                    last=last,
                     min_reqs=min_reqs,
                     max_reqs=batch.num_reqs,
                     min_loras=batch.active_loras,
@@ -480,20 +480,23 @@ def effect(ours: Entry | None, theirs: Entry | None) -> Effect | None:
     return Effect.PADDED if any(b > a for a, b in zip(*shapes, strict=True)) else Effect.TIGHTER
 
 
-def _batches(role: Role, left: Emulation, emulation: Emulation) -> Iterator[tuple[Batch, int, int]]:
-    """Yield every batch to compare, with the most adapters and the fewest requests that it represents."""
+def _batches(role: Role, left: Emulation, emulation: Emulation) -> Iterator[tuple[Batch, int, int, int]]:
+    """Yield every batch to compare, with the last extent, the most adapters and the fewest requests it represents."""
     entries = [graph.entry for graph in (*left.graphs, *emulation.graphs) if graph.role is role]
     # A full graph's room for requests ends with it.
     rooms = {entry.num_reqs or 0 for entry in entries if entry.query_len is None}
     requests = list(split_at(1, left.limits.max_num_reqs, rooms))
+    # Beyond the largest graph both run eager, but an engine may not have been asked about each batch there.
+    asked, largest = left.asked or emulation.asked, max((entry.num_tokens for entry in entries), default=0)
+    mixed, upto = mixed_tokens(role, left), None if asked else largest
     for low, high in split_at(0, most_loras(role, left), {0, *(entry.active_loras for entry in entries)}):
         for family in left.families(role):
             for count, _ in family.requests.counts(low):
-                yield Batch.decode(role, count, family.query_len, low), min(high, count), count
+                yield Batch.decode(role, count, family.query_len, low), count, min(high, count), count
         for fewest, most in requests:
             fewest = max(fewest, low)
-            for tokens, _ in mixed_tokens(role, left).counts(fewest) if fewest <= most else ():
-                yield Batch.mixed(role, min(most, tokens), tokens, low), high, fewest
+            for tokens, last in mixed.counts(fewest, upto) if fewest <= most else ():
+                yield Batch.mixed(role, min(most, tokens), tokens, low), last, high, fewest
 
 
 RATIOS = tuple(Fraction(part, 8) for part in (*range(9, 17), *range(18, 33, 2), 40, 48, 64, 96, 128, 256, 512))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import cached_property
 
 import attrs
 
@@ -147,7 +148,7 @@ class Entry:
         """The padded tokens of each request of a decode graph, uniform or varying; None: it is for any batch."""
         return self.max_query_len if self.query_len is None else self.query_len
 
-    @property
+    @cached_property
     def cost(self) -> tuple[int, int, int, int, int, int]:
         """The order of preference among compatible entries: least first, and total.
 

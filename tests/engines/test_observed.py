@@ -41,10 +41,11 @@ def test_observation_of_a_plan_dispatches_every_mixed_batch(plan: Plan) -> None:
     for role in plan.planned:
         if role is Role.DRAFT_DECODE:
             continue
+        families = decode_families(role, plan)
         for num_tokens, past_prompt in itertools.product(range(1, limits.max_num_tokens + 1), (True, False)):
             for num_reqs in range(1, min(num_tokens, limits.max_num_reqs) + 1):
                 batch = Batch(role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=past_prompt)
-                if not is_admissible(batch, plan, decode_families(role, plan)):
+                if not is_admissible(batch, plan, families):
                     continue  # longer than the model's sequences
                 answer, expected = observed.dispatch(batch), dispatcher.dispatch(batch)
                 assert (answer.entry, answer.reason) == (expected.entry, expected.reason), batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
 from capture_planner.engines.check import OBSERVED_RULES, check, check_observation
 from capture_planner.engines.deployments import coverage_of, emulation_of, walk
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export import compared
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.measuring.recorder import Recorder
@@ -34,13 +36,28 @@ TIERS = (
     '{"method":"eagle3","model":"x/y","num_speculative_tokens":2,'
     '"num_speculative_tokens_per_batch_size":[[1,16,2],[17,64,1]]}'
 )
+VLLM = ("--max-num-seqs", "64", "--max-num-batched-tokens", "1024")
 COMMANDS = {
-    "vllm": ("--max-num-seqs", "64"),
-    "vllm-tiers": ("--max-num-seqs", "64", "--speculative-config", TIERS),
-    "vllm-small": ("--max-num-seqs", "64", "--cudagraph-capture-sizes", "1", "2", "48"),
-    "sglang": ("--max-running-requests", "64"),
+    "vllm": VLLM,
+    "vllm-tiers": (*VLLM, "--speculative-config", TIERS),
+    "vllm-small": (*VLLM, "--cudagraph-capture-sizes", "1", "2", "48"),
+    "sglang": ("--max-running-requests", "64", "--chunked-prefill-size", "1024"),
     "tensorrt-llm": ("--max_batch_size", "64"),
 }
+
+
+@cache
+def emulated(name: str) -> Emulation:
+    """Return one of the engines, which several tests look at."""
+    return emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
+
+
+@cache
+def observed(name: str) -> Observation:
+    """Return what it was seen to do."""
+    return observation_of(emulated(name))
+
+
 SLOW = at_most(25, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -50,19 +67,16 @@ def test_findings_are_those_of_the_engine_that_was_observed(name: str) -> None:
 
     But for what is assumed of the model: an engine knows its own.
     """
-    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
-    observed = [each for each in check_observation(observation_of(emulation)) if each.rule.code.startswith("EN")]
-    expected = check(attrs.evolve(emulation, asked_sizes=()))
-    assert [(each.rule.code, each.diagnosis.message, each.fix) for each in observed] == [
+    found = [each for each in check_observation(observed(name)) if each.rule.code.startswith("EN")]
+    expected = check(attrs.evolve(emulated(name), asked_sizes=()))
+    assert [(each.rule.code, each.diagnosis.message, each.fix) for each in found] == [
         (each.rule.code, each.diagnosis.message, each.fix) for each in expected if each.rule.code != "EN007"
     ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_observation_answers_every_batch_as_the_engine(name: str) -> None:
-    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
-    observed = emulation_of(observation_of(emulation))
-    assert walk(observed) == walk(emulation)
+    assert walk(emulation_of(observed(name))) == walk(emulated(name))
 
 
 @SLOW
@@ -136,8 +150,7 @@ def test_batches_that_one_side_never_runs_are_no_difference() -> None:
     """With one draft from 17 requests on there is no draft decode, so none of them runs eager."""
     constant = TIERS.partition(',"num_speculative_tokens_per')[0] + "}"
     old, new = (
-        observation_of(emulate("vllm", ("--max-num-seqs", "64", "--speculative-config", config), H100))
-        for config in (constant, TIERS)
+        observation_of(emulate("vllm", (*VLLM, "--speculative-config", config), H100)) for config in (constant, TIERS)
     )
     assert any(each.subject == "speculative" for each in observed_diff(old, new).changes)
     for both_admit in (True, False):
@@ -164,6 +177,18 @@ def test_unasked_batches_are_unknown_and_no_difference(plan: Plan) -> None:
     assert compared.unknown > 0
     assert compared.holes == ()
     assert {cell.answer.reason for cell in coverage_of(emulation_of(silent)).cells} <= {Reason.UNKNOWN}
+
+
+def test_unasked_batches_beyond_the_largest_graph_are_counted() -> None:
+    """One by one, although nothing is captured there."""
+    observation = observed("vllm-small")
+    target = observation.roles[0]
+    answers = [
+        attrs.evolve(run, last=run.last - 10) if run.query_len is None and run.last == 1024 else run
+        for run in target.answers
+    ]
+    partial = replace(observation, roles=(attrs.evolve(target, answers=tuple(answers)),))
+    assert compared(emulation_of(observation), emulation_of(partial)).unknown == 10
 
 
 @SLOW
@@ -208,8 +233,7 @@ def counted(observation: Observation, folder: Path, steps: int, seed: int) -> tu
 @pytest.mark.parametrize("seed", range(3))
 def test_findings_say_how_often_they_mattered(tmp_path: Path, seed: int) -> None:
     """Steps of decodes without a full graph, and those that ran eager although there is one."""
-    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
-    observation, ran = counted(observation_of(emulation), tmp_path, 500, seed)
+    observation, ran = counted(observed("vllm-small"), tmp_path, 500, seed)
     found = {each.rule.code: each for each in check_observation(observation)}
     assert (found["EN001"].steps, found["EN001"].total) == (ran["not full"], 500)
     assert f"{ran['not full']} of 500 steps" in found["EN001"].text
@@ -222,18 +246,16 @@ def test_findings_say_how_often_they_mattered(tmp_path: Path, seed: int) -> None
 
 
 def test_engine_without_a_distribution_is_checked_without_fixes() -> None:
-    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
-    observation = replace(observation_of(emulation), engine="unheard-of")
+    observation = replace(observed("vllm-small"), engine="unheard-of")
     found = {each.rule.code: each for each in check_observation(observation)}
-    assert found["EN001"].diagnosis.count == check_observation(observation_of(emulation))[0].diagnosis.count
+    assert found["EN001"].diagnosis.count == check_observation(observed("vllm-small"))[0].diagnosis.count
     assert "no rules of unheard-of's flags" in found["EN001"].fix
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_engine_under_a_plan_is_fixed_by_its_spec(name: str) -> None:
     """Its flags do not give its sizes: no advice names one."""
-    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
-    observation = replace(observation_of(emulation), plan="sha256:" + "0" * 64)
+    observation = replace(observed(name), plan="sha256:" + "0" * 64)
     found = check_observation(observation)
     assert {"spec" in each.fix for each in found if each.rule.code in ("EN001", "OB001")} <= {True}
     assert not [each.fix for each in found if "--" in each.fix or "cuda_graph" in each.fix]
@@ -248,8 +270,7 @@ def test_rule_of_observations_is_explained(code: str) -> None:
 
 def test_prompts_of_the_shape_of_a_decode_are_no_decodes() -> None:
     """Law 5: they count for no finding about decodes."""
-    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
-    observation = observation_of(emulation)
+    observation = observed("vllm-small")
     prompt = BatchCount(num_reqs=64, num_tokens=64, query_len=1, past_prompt=False, steps=7, reason=Reason.SIZES)
     target = attrs.evolve(observation.roles[0], batches=(prompt,))
     found = {each.rule.code: each for each in check_observation(replace(observation, roles=(target,)))}

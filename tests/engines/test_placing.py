@@ -38,7 +38,9 @@ def launch(plan, command):
 
 VLLM = attrs.evolve(find_engine("vllm"), launch=launch)
 """An engine that runs any plan."""
-SOUND = plans().filter(lambda plan: all(each.severity is not Severity.ERROR for each in lint(plan)))
+SOUND = plans(max_reqs=16, max_tokens=64).filter(
+    lambda plan: all(each.severity is not Severity.ERROR for each in lint(plan))
+)
 
 
 def made(name, version, kind, spec, namespace):

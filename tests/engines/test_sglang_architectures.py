@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from capture_planner.engines import checkpoints
 from capture_planner.errors import FlagError
@@ -38,7 +39,9 @@ def test_architectures_are_emulated_or_refused() -> None:
 def test_emulated_architectures_equal_sglang(tmp_path: Path, probe: int) -> None:
     """An emulated architecture has SGLang's own sizes and graphs; the flags' answer to another has no fewer."""
     device, flags = drawing.PROBES[probe]
-    for architecture, recorded in _RECORDED.items():
+    # In CI each probe asks a quarter of them, and each architecture is asked by three probes.
+    step = 1 if settings.default.max_examples >= 100 else 4
+    for architecture, recorded in [*_RECORDED.items()][probe % step :: step]:
         model = drawing.model_folder(tmp_path / architecture, architecture, 8192)
         command = ["--model-path", model, *flags.replace("MODEL", model).split()]
         ours = answers.emulated(command, drawing.environment(device), [])

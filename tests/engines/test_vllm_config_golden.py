@@ -98,7 +98,11 @@ def _hold_to(entries, models):
         if "refused" in expected and "ignored" not in expected:
             with pytest.raises(FlagError):
                 resolve(_words(case, models), environment)
-        elif not _declined(case, models):
+        else:
+            try:
+                settings, *_ = resolve(_words(case, models), environment)
+            except NotEmulated:
+                continue
             expected = expected.get("without", expected)
-            answer = answer_of(resolve(_words(case, models), environment)[0])
+            answer = answer_of(settings)
             assert answer == {name: expected[name] for name in answer}, case

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import sys
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -25,7 +26,7 @@ from capture_planner.records.promise import ExpectedSteps, Promise, PromisedStep
 from support.observing import observation_of
 
 PROGRAM = """\
-#!{python}
+#!{python} -IS
 import json, os, pathlib, shutil, sys, time
 home = pathlib.Path({home!r})
 environment = os.environ.get
@@ -49,6 +50,12 @@ if observe:
         shutil.copy(source, os.path.join(observe, f"vllm{{rank}}.{{os.getpid()}}.yaml"))
 sys.exit(do.get("code", 0))
 """
+
+
+@cache
+def _text(observation: Observation) -> str:
+    """Write an observation once: most tests have the same ones."""
+    return codec.dumps(observation)
 
 
 class PosedEngine:
@@ -80,7 +87,7 @@ class PosedEngine:
         for rank in range(ranks):
             own = replace(observation, rank=rank, world_size=ranks)
             file = self.home / "observations" / f"{name}.rank{rank}.yaml"
-            file.write_text(codec.dumps(own), "utf-8")
+            file.write_text(_text(own), "utf-8")
 
     @property
     def calls(self) -> list[dict[str, object]]:

@@ -70,11 +70,15 @@ def report() -> TuneResult:
     )
 
 
-def test_the_page_has_every_plot_with_its_numbers(report: TuneResult) -> None:
+@pytest.fixture(scope="module")
+def text(report: TuneResult) -> str:
+    """The page."""
+    return page_of(tune_report(report))
+
+
+def test_the_page_has_every_plot_with_its_numbers(report: TuneResult, text: str) -> None:
     """Titles, axes with units, and a table behind each plot; of each role and kind of batch its sizes and costs."""
-    shown = tune_report(report)
-    charts = shown.charts()
-    text = page_of(shown)
+    charts = tune_report(report).charts()
     check_plots(charts, text)
     titles = {plot.title for chart in charts for plot in chart.plots}
     assert not any(Role.DRAFT_PREFILL.value in title for title in titles)  # it has the target's sizes
@@ -89,7 +93,7 @@ def test_the_page_has_every_plot_with_its_numbers(report: TuneResult) -> None:
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult) -> None:
+def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text: str) -> None:
     """With the gain, the price and the steps without a graph in the first section; text from files is no markup."""
     shown = tune_report(report)
     first, last = shown.sections[0], shown.sections[-1]
@@ -97,7 +101,6 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult) -> No
     assert any(line.startswith("price: ") for line in first.texts(None))
     assert any(line.startswith("steps without a graph: ") for line in first.texts(None))
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
-    text = page_of(shown)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
 

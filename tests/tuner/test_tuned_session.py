@@ -36,15 +36,15 @@ from support.tuning import MODEL
 
 H200 = find_environment("h200")
 EAGLE = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}'
-FLAGS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--speculative-config", EAGLE)
-LIST = ("--cudagraph-capture-sizes", *map(str, (1, 2, 4, 8, 16, 32, 64, 96, 128)))
-"""Half of the 256 tokens that 64 requests decode with three drafts."""
+FLAGS = ("--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--speculative-config", EAGLE)
+LIST = ("--cudagraph-capture-sizes", *map(str, (1, 2, 4, 8, 16, 32, 64)))
+"""Half of the 128 tokens that 32 requests decode with three drafts."""
 EAGER, FULL, PIECES = 12.0, 2.0, 4.0
 """Milliseconds that a pass takes apart from its tokens."""
 
 
-def observed(mode: str | None, *, costs: bool = True, requests: range = range(40, 60)) -> Observation:
-    """An engine under requests that keep arriving: most steps decode 40 to 59 of them, some have a prompt."""
+def observed(mode: str | None, *, costs: bool = True, requests: range = range(20, 30)) -> Observation:
+    """An engine under requests that keep arriving: most steps decode 20 to 29 of them, some have a prompt."""
     modes = () if mode is None else ("-cc", f'{{"cudagraph_mode":"{mode}"}}')
     today = emulate("vllm", [MODEL.name, *FLAGS, *LIST, *modes], H200)
     seen = replace(observation_of(today), device=H200.device.name, model=MODEL.name, kv_token_bytes=65536.0)
@@ -86,7 +86,7 @@ def _timed(role):  # type: ignore[no-untyped-def]
         )
         for graph in role.graphs
     )
-    eager = tuple(EagerCost(num_reqs=1, num_tokens=n, milliseconds=scale * EAGER) for n in (64, 256, 512))
+    eager = tuple(EagerCost(num_reqs=1, num_tokens=n, milliseconds=scale * EAGER) for n in (64, 128, 256))
     return replace(role, graphs=graphs, eager=eager)
 
 
@@ -107,7 +107,7 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert "the costs in" in found.costs.name
     assert found.plan is not None
     after = emulation_of(found.plan)
-    for n in range(1, 65):
+    for n in range(1, 33):
         assert after.dispatch(Batch.decode(Role.TARGET, n, 4)).mode is GraphMode.FULL
     assert not [each for each in lint(found.plan) if each.severity is not Severity.NOTE]
     assert tuning.today is not None
@@ -122,6 +122,7 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert found.kv_token_mib == 1 / 16
 
 
+@pytest.mark.thorough
 def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path) -> None:
     """Said first, with what to do for a promise; every batch that has a graph today keeps one."""
     found = tuning_of(observed(None, costs=False), tmp_path)
@@ -133,8 +134,8 @@ def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path
         assert found.plan.promise is None
         after = emulation_of(found.plan)
         today = found.subject.today
-        for tokens in range(1, 513):
-            batch = Batch.mixed(Role.TARGET, min(tokens, 64), tokens)
+        for tokens in range(1, 257):
+            batch = Batch.mixed(Role.TARGET, min(tokens, 32), tokens)
             had = today.dispatch(batch)
             assert had.reason is Reason.UNKNOWN or had.entry is None or after.dispatch(batch).entry is not None
 

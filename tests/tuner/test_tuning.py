@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import attrs
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
@@ -54,6 +54,7 @@ from support.tuning import MODEL, profile
 
 H200 = find_environment("h200")
 BACKENDS = load_backends()
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 3))
 DRAFTS = Speculative(method=Method.EAGLE3, num_tokens=2)
 SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=12, max_num_tokens=40), backend="flash_attention")
 
@@ -137,6 +138,7 @@ def tuned(spec: Spec, load: Traffic, costs: Profile, *, today: Plan | None = Non
     )
 
 
+@FEW
 @given(cases())
 def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Spec, Traffic, Profile]) -> None:
     """It is no slower, and takes more than today's graphs only within the room, and only if it is faster."""
@@ -153,6 +155,7 @@ def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Sp
         assert found.proposed.objective < found.today.objective
 
 
+@FEW
 @given(cases(), st.sampled_from((None, 2, 5)), st.booleans())
 def test_a_proposal_holds_against_every_guard(
     case: tuple[Spec, Traffic, Profile], graphs: int | None, guess: bool
@@ -189,6 +192,7 @@ def test_a_proposal_holds_against_every_guard(
         assert new.mean_step_ms <= old.mean_step_ms * (1 + SHIFTED + 1e-9)
 
 
+@FEW
 @given(cases())
 def test_what_was_proposed_is_kept_when_it_runs(case: tuple[Spec, Traffic, Profile]) -> None:
     """Tuning again, with the same load and the proposed table as today's, changes nothing."""

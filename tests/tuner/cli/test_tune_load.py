@@ -53,11 +53,3 @@ def test_traces_run_by_the_profile_with_todays_graphs(call: Run) -> None:
     (judged,) = load.traces
     again = simulate(judged.arrivals, subject.today.limits, None, pace.step_time, window=judged.window)
     assert again.counts == Counter(load.judged.counts)
-
-
-def test_traffic_without_an_order_is_said(call: Run) -> None:
-    """Its steps count as independent."""
-    assert call("traffic", "vllm.log", "-o", "traffic.yaml").code == 0
-    data = tuned(call, *FLAGS, "--traffic", "traffic.yaml", *LOAD[2:])
-    assert any("no order in time" in note for note in data["notes"])
-    assert not any("no order in time" in note for note in tuned(call, *FLAGS, *LOAD)["notes"])

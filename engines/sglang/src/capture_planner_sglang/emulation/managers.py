@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import cached_property
 
 import attrs
 
@@ -73,23 +74,28 @@ class DecodeGraphs:
     agreed: bool = True
     """Whether ranks agree on each batch before it runs; where they do not, microbatches never overlap."""
 
-    def entry(self, size: int, loras: int) -> Entry:
-        return Entry(
-            mode=self.mode,
-            num_tokens=size * self.width,
-            num_reqs=size,
-            query_len=self.width,
-            active_loras=loras,
-            draft_steps=self.draft_steps,
-        )
+    @cached_property
+    def entries(self) -> dict[tuple[int, int], Entry]:
+        """By requests and adapters: largest first, and for each size the one with adapters first."""
+        return {
+            (size, loras): Entry(
+                mode=self.mode,
+                num_tokens=size * self.width,
+                num_reqs=size,
+                query_len=self.width,
+                active_loras=loras,
+                draft_steps=self.draft_steps,
+            )
+            for size in reversed(self.sizes)
+            for loras in self.loras
+        }
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
-        """Largest first, and for each size the one with adapters first."""
+        """In the order of ``entries``."""
         return tuple(
-            CapturedGraph(role=self.role, entry=self.entry(size, loras), microbatches=self.microbatches)
-            for size in reversed(self.sizes)
-            for loras in self.loras
+            CapturedGraph(role=self.role, entry=entry, microbatches=self.microbatches)
+            for entry in self.entries.values()
         )
 
     def find(self, batch: Batch) -> Dispatch:
@@ -101,7 +107,7 @@ class DecodeGraphs:
         # The graph holds two halves of a batch, and without a collective nothing says that all ranks split theirs.
         if self.microbatches > 1 and not self.agreed:
             return Dispatch(None, reason=Reason.SPLIT)
-        return served(self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1]), batch)
+        return served(self.entries[size, self.loras[0] if batch.active_loras else self.loras[-1]], batch)
 
 
 @attrs.frozen(kw_only=True)
@@ -119,14 +125,18 @@ class PrefillGraphs:
     max_seq_len: int | None = None
     loras: int = 0
 
-    def entry(self, size: int) -> Entry:
-        return Entry(mode=self.mode, num_tokens=size, num_reqs=self.num_reqs, active_loras=self.loras)
+    @cached_property
+    def entries(self) -> dict[int, Entry]:
+        """By tokens, largest first."""
+        return {
+            size: Entry(mode=self.mode, num_tokens=size, num_reqs=self.num_reqs, active_loras=self.loras)
+            for size in reversed(self.sizes)
+        }
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
         """Largest first."""
-        entries = (self.entry(size) for size in reversed(self.sizes))
-        return tuple(CapturedGraph(role=self.role, entry=entry, prompts_only=True) for entry in entries)
+        return tuple(CapturedGraph(role=self.role, entry=each, prompts_only=True) for each in self.entries.values())
 
     def find(self, batch: Batch) -> Dispatch:
         tokens = batch.num_tokens
@@ -141,7 +151,7 @@ class PrefillGraphs:
         # bound refuses a cheap 5 to 16 (#40253).
         if size > tokens * _MOST_PADDING:
             return Dispatch(None, reason=Reason.UNCOVERED)
-        return served(self.entry(size), batch)
+        return served(self.entries[size], batch)
 
 
 def _longest(batch: Batch) -> int:

@@ -13,9 +13,10 @@ graphs below it are final, so only the graphs at or above it need to be remember
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import attrs
@@ -113,14 +114,14 @@ def size_list(
     that the engine captures, where it captures more than ``decodes`` have.
     """
     # vLLM captures each length of a schedule at each size, so lengths that no decode here has can hide graphs too.
-    lengths = sorted({*query_lens, *(tier.query_len for tier in decodes)})
+    lengths = tuple(sorted({*query_lens, *(tier.query_len for tier in decodes)}))
     top = max((_most_tokens(tier) for tier in decodes), default=0)
     above = tuple(sorted({size for size in wider if size > top}))
     bounds = (worst,) if worst is not None else RATIOS if graphs is not None else (Fraction(5, 4),)
     sizes: tuple[int, ...] = ()
     for bound in bounds:
         cap = above[-1] if above else top
-        sizes = (*smallest(decodes, lengths, max_num_reqs, bound, cap), *above)
+        sizes = (*smallest(tuple(decodes), lengths, max_num_reqs, bound, cap), *above)
         if graphs is None or len(full_graphs(sizes, lengths, max_num_reqs)) <= graphs:
             break
     missed, found = examine(decodes, nearest(sizes, lengths, max_num_reqs))
@@ -128,13 +129,14 @@ def size_list(
     return SizeList(sizes=sizes, graphs=len(full_graphs(sizes, lengths, max_num_reqs)), worst=found)
 
 
+@lru_cache(maxsize=64)
 def smallest(
-    decodes: Sequence[DecodeFamily], query_lens: Sequence[int], max_num_reqs: int, worst: Fraction, cap: int
+    decodes: tuple[DecodeFamily, ...], query_lens: tuple[int, ...], max_num_reqs: int, worst: Fraction, cap: int
 ) -> tuple[int, ...]:
     """Return the list with the fewest FULL graphs, then the fewest sizes, that hides no graph.
 
     ``query_lens`` are all that are captured, ascending. ``cap`` is the largest size of the
-    final list: vLLM drops graphs beyond it.
+    final list: vLLM drops graphs beyond it. The fixes of several findings want the same list, so it is kept.
     """
     if not decodes:
         return ()
@@ -168,6 +170,9 @@ class _Search:
         self._lengths = query_lens
         self._top = max(_most_tokens(tier) for tier in decodes)
         tiers = {tier.query_len: tier for tier in decodes}
+        # Sizes are whole numbers, and comparing with a Fraction takes many times longer.
+        self._most = [tokens * worst.numerator // worst.denominator for tokens in range(self._top + 1)]
+        """The most tokens that a batch of so many may be padded to."""
         self._next = {q: self._successors(tiers.get(q)) for q in query_lens}
         self._candidates = self._useful([_most_tokens(tier) for tier in decodes])
         self._new = {size: self._fresh(size) for size in self._candidates}
@@ -194,20 +199,22 @@ class _Search:
             kept.add(min(size, self._top))
         return sorted(kept)
 
-    def _settle(self, state: _State, upto: int) -> tuple[int, int, Points] | None:
+    def _settle(self, final: int, points: Points, upto: int) -> tuple[int, int, Points] | None:
         """Make counts below ``upto`` final: graphs, last, rest; None where one hides a graph or pads too far."""
-        graphs, final, points = 0, state.final, state.open
-        while points and points[0][0] < upto:
-            tokens, held = points[0]
-            for q in self._lengths:
-                batch = self._least(q, final)
+        graphs = settled = 0
+        for tokens, held in points:
+            if tokens >= upto:
+                break
+            # Above the top no batch is left.
+            for q in self._lengths if final < self._top else ():
+                batch = self._next[q][final]
                 if batch is None or batch > tokens:
                     continue
                 # Without a graph of this length, the count hides the one behind it from the batch.
-                if q not in held or tokens > int(self._worst * batch):
+                if q not in held or tokens > self._most[batch]:
                     return None
-            graphs, final, points = graphs + len(held), tokens, points[1:]
-        return graphs, final, points
+            graphs, final, settled = graphs + len(held), tokens, settled + 1
+        return graphs, final, points[settled:]
 
     def _least(self, query_len: int, above: int) -> int | None:
         return self._next[query_len][above] if above < self._top else None
@@ -219,7 +226,7 @@ class _Search:
             tokens = -(-size // q) * q
             if tokens <= self._cap and tokens // q <= self._max_num_reqs:
                 found[tokens] = found.get(tokens, frozenset()) | {q}
-        return tuple(sorted(found.items(), key=lambda item: item[0]))
+        return tuple(sorted(found.items()))
 
     def run(self) -> tuple[int, ...]:
         """Return the sizes found, or none."""
@@ -254,7 +261,7 @@ class _Search:
         """Return what a list costs that ends here, or None where batches are left or hidden."""
         if state.size < self._top == self._cap:
             return None  # the cap is the largest size: it has to be one
-        settled = self._settle(state, self._cap + 1)
+        settled = self._settle(state.final, state.open, self._cap + 1)
         if settled is None or any(self._least(q, settled[1]) is not None for q in self._lengths):
             return None
         return value[0] + settled[0], value[1]
@@ -264,23 +271,22 @@ class _Search:
         graphs, final, points = 0, state.final, state.open
         furthest = state.open[-1][0] if state.open else state.final
         waiting = [n for q in self._lengths if (n := self._least(q, furthest)) is not None]
-        # Sizes are whole numbers, and comparing with a Fraction takes many times longer.
-        reach = max(furthest, int(self._worst * min(waiting)) if waiting else 0)
-        for size in self._candidates[bisect_left(self._candidates, state.size + 1) :]:
-            # A batch that waits would be padded beyond the bound. The top is tried in
-            # any case, since every list ends there.
-            if size > reach and size < self._top:
-                continue
+        reach = max(furthest, self._most[min(waiting)] if waiting else 0)
+        # With a larger one a batch that waits would be padded beyond the bound. The top is tried in
+        # any case, since every list ends there.
+        start, end = bisect_right(self._candidates, state.size), bisect_right(self._candidates, reach)
+        for size in (*self._candidates[start:end], *self._candidates[max(start, end, len(self._candidates) - 1) :]):
             if points:
-                settled = self._settle(state, size)
+                settled = self._settle(final, points, size)
                 # A larger next size makes the same counts final, so it fails as well.
                 if settled is None:
                     return
-                graphs, final, points = settled
+                more, final, points = settled
+                graphs += more
             new = self._new[size]
             if points:
                 merged = dict(points)
                 for tokens, held in new:
                     merged[tokens] = merged.get(tokens, frozenset()) | held
-                new = tuple(sorted(merged.items(), key=lambda item: item[0]))
+                new = tuple(sorted(merged.items()))
             yield _State(size, final, new), (value[0] + graphs, value[1] + 1)

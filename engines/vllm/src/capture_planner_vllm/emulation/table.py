@@ -100,19 +100,23 @@ class TableManager:
     """How batches are split into microbatches; None: none is."""
     graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each largest first."""
-    _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[CapturedGraph]]]] = attrs.field(
+    _groups: dict[int, list[tuple[list[int], dict[int, list[CapturedGraph]]]]] = attrs.field(
         init=False, repr=False, eq=False
     )
+    """By adapters: the graphs of each mode by tokens, FULL before PIECEWISE."""
 
     def __attrs_post_init__(self) -> None:
         graphs = tuple(sorted(self._captured(), key=_order))
-        groups: dict[tuple[GraphMode, int], dict[int, list[CapturedGraph]]] = {}
+        groups: dict[tuple[int, bool], dict[int, list[CapturedGraph]]] = {}
         # vLLM reverses its lists for the look-up: of equal sizes the last captured is tried first.
         for graph in reversed(graphs):
             entry = graph.entry
-            groups.setdefault((entry.mode, entry.active_loras), {}).setdefault(entry.num_tokens, []).append(graph)
+            key = entry.active_loras, entry.mode is not GraphMode.FULL
+            groups.setdefault(key, {}).setdefault(entry.num_tokens, []).append(graph)
         object.__setattr__(self, "graphs", graphs)
-        object.__setattr__(self, "_groups", {key: (sorted(sizes), sizes) for key, sizes in groups.items()})
+        object.__setattr__(self, "_groups", {loras: [] for loras, _ in groups})
+        for (loras, _), sizes in sorted(groups.items(), key=lambda item: item[0]):
+            self._groups[loras].append((sorted(sizes), sizes))
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the engine's answer once everything is captured."""
@@ -134,9 +138,8 @@ class TableManager:
             return None
         # Other cases are not tried: vLLM keys its table by tokens and case.
         loras = self._case(query.loras)
-        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+        for sizes, groups in self._groups.get(loras, ()):
             # Of each mode only the nearest captured count: what is behind it is shadowed (vllm#53407, #56136).
-            sizes, groups = self._groups.get((mode, loras), ([], {}))
             index = bisect_left(sizes, query.num_tokens)
             for graph in groups[sizes[index]] if index < len(sizes) else ():
                 if serves(graph, query, loras):
@@ -146,8 +149,7 @@ class TableManager:
     def compatible(self, query: Query) -> Iterator[CapturedGraph]:
         """Yield every captured graph that could replay the batch, in the table's reach or not."""
         loras = self._case(query.loras)
-        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
-            sizes, groups = self._groups.get((mode, loras), ([], {}))
+        for sizes, groups in self._groups.get(loras, ()):
             for size in sizes[bisect_left(sizes, query.num_tokens) :]:
                 yield from (graph for graph in groups[size] if serves(graph, query, loras))
 
@@ -175,8 +177,7 @@ class TableManager:
 
     def _case(self, active: int) -> int:
         """Return the captured adapter count for an actual one: the next larger, at most the largest."""
-        cases = [case for case in self.lora_cases if case > 0]
-        if active <= 0 or not cases:
+        if active <= 0 or not (cases := [case for case in self.lora_cases if case > 0]):
             return active
         return next((case for case in cases if case >= active), cases[-1])
 
