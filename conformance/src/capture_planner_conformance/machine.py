@@ -255,7 +255,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         # Requests as long as the model, so that pages run out and others wait for them.
         if self._scene.full_cache:
             one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
-        requests = data.draw(st.lists(one, min_size=1, max_size=4), label="requests")
+        least = 2 if self._scene.full_cache else 1
+        requests = data.draw(st.lists(one, min_size=least, max_size=4), label="requests")
         self._do(Serve(requests=tuple(requests), stop=data.draw(st.sampled_from(STOPS), label="stop")))
 
     def teardown(self) -> None:
