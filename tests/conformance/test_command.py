@@ -68,9 +68,9 @@ def test_a_healthy_backend_passes_and_the_report_says_what_was_tried(run: Run) -
 
 
 def test_the_same_seed_does_the_same(run: Run) -> None:
-    """Nothing differs but the seconds; another seed does something else."""
+    """Nothing differs but the seconds, in two processes either; another seed does something else."""
     few = ("reference", *FEW, *ONE, "--format", "json")
-    first, again, other = (run(*few, "--seed", seed).data for seed in ("5", "5", "6"))
+    first, again, other = (run(*few, "--seed", *seed).data for seed in (("5",), ("5", "--jobs", "2"), ("6",)))
     assert first.pop("seconds") > 0
     again.pop("seconds")
     assert first == again

@@ -11,12 +11,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner_conformance.machine import play
+from capture_planner_conformance.processes import Each
 from capture_planner_conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
 from capture_planner_conformance.stage import Subject
 from capture_planner_conformance.tampering import Attack, Tampering, attackable
@@ -73,10 +75,12 @@ def audit(
     seed: int = 0,
     fields: Collection[str] = (),
     progress: Callable[[str, int], None] = lambda field, total: None,
+    each: Each = map,
 ) -> tuple[AuditResult, ...]:
     """Attack every field of every role of a backend that passes without attacks, or only ``fields``.
 
-    ``progress`` is called before each attack with its name and the number of all.
+    :param progress: called at each attack with its name and the number of all.
+    :param each: ``map``, or one that works in other processes.
     """
     cases = list(_cases(shapes[0], seed))
     # Only to read which fields its roles have: no step runs.
@@ -96,9 +100,9 @@ def audit(
             for attack in Attack
         ]
     results = []
-    for record in records:
-        progress(f"{record.role.value} {record.field}: {record.attack.value}", len(records))
-        results.append(_tried(subject, cases, record))
+    for result in each(partial(_tried, subject, cases), records):
+        progress(f"{result.role.value} {result.field}: {result.attack.value}", len(records))
+        results.append(result)
     return tuple(results)
 
 

@@ -57,8 +57,8 @@ def scenes(
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule.
 
     One of six is large, with up to ``largest`` requests. ``features`` are names of the features of its ``kind`` that
-    it may have, by default all. Of ``drafters`` the first is drawn most often. Half of the large scenes have as many
-    requests as one of ``sizes``, or one more.
+    it may have, by default all. Of ``drafters`` the first is drawn most often. With ``sizes`` most large scenes have
+    one request more than one of them, or as many, and all capture a full graph for decodes of all requests.
     """
     drawn = {
         name: draw(st.sampled_from(feature.values))
@@ -70,10 +70,14 @@ def scenes(
         drawn["beyond"] = 0
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     is_large = largest > MOST_REQS and draw(st.sampled_from((False, False, False, True, False, False)))
+    # A kernel that is wrong beyond a size is seen only by a full graph of all requests: nothing may take that away.
+    shows_size = is_large and bool(sizes)
+    if shows_size and "capped" in drawn:
+        drawn["capped"] = 0
     if is_large:
         most = st.integers(min(LARGE_REQS, largest), largest)
-        at_sizes = [st.sampled_from([size + more for size in sizes for more in (1, 0)])] if sizes else []
-        num_reqs = draw(st.one_of(*at_sizes, most) if sizes else most)
+        beyond = [st.sampled_from([size + more for size in sizes for more in (1, 1, 0)])] * 3 if sizes else []
+        num_reqs = draw(st.one_of(*beyond, most))
         drafts = [k for k in drafts if k <= LARGE_DRAFTS] or list(drafts)
     else:
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
@@ -105,14 +109,16 @@ def scenes(
         # large scene the graph of all requests is what it is drawn for: kernels change at its size.
         return found if len(found) > 1 and not is_large else found | {num_reqs}
 
-    scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
+    scheduled = k > 1 and num_reqs > 1 and not shows_size and draw(st.integers(0, 2)) > 0
     shape = draw(st.sampled_from(shapes))
     page = shape.page_size
     return kind(
         shape=shape,
         # Windows that end inside a page, at its end, and after it.
         window=draw(st.sampled_from((0, max(page - 1, 1), page, page + 2, 2 * page))) if shape.windowed else 0,
-        mode=draw(st.sampled_from(MODES)),
+        mode=draw(
+            st.sampled_from([mode for mode in MODES if mode is not GraphMode.PIECEWISE] if shows_size else MODES)
+        ),
         num_reqs=num_reqs,
         num_tokens=num_tokens,
         layers=draw(st.integers(1, 2)),
@@ -126,7 +132,7 @@ def scenes(
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
-        capture=draw(capture_attacks()),
+        capture=CaptureAttack() if shows_size else draw(capture_attacks()),
         full_cache=not is_large and draw(st.integers(0, 4)) == 4,
         seed=draw(st.integers(0, 7)),
         **drawn,

@@ -6,7 +6,7 @@ Nothing here needs pytest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -26,6 +26,7 @@ from capture_planner_conformance.deployments import DRAFTERS, LARGEST_REQS
 from capture_planner_conformance.failure import Check, Failure, Violation
 from capture_planner_conformance.machine import ConformanceMachine, Log, PlayResult, play
 from capture_planner_conformance.minimize import PLAYS, minimize, with_causes
+from capture_planner_conformance.processes import Each, workers
 from capture_planner_conformance.scene import VARYING, WINDOW, DraftScheme, Scene, Shape
 from capture_planner_conformance.shapes import RefusedShape, usable_features, usable_shapes
 from capture_planner_conformance.stage import Subject
@@ -90,6 +91,8 @@ class SuiteOptions:
     """Find out which garbage a failing case needs."""
     audits: bool = True
     """Attack the declared fields of a backend that passed everything else."""
+    jobs: int = 1
+    """Processes that share the scenes and the attacks. The outcome is that of one; ``Subject`` must be picklable."""
 
 
 @attrs.frozen(kw_only=True)
@@ -126,12 +129,13 @@ def conform(
     shapes, refused = usable_shapes(subject, options.shapes)
     log = Log(shapes=shapes, on_change=progress)
     failures = check_declared(subject, shapes)
-    # Wrong declarations make every scene wrong, so nothing else is searched.
-    if not failures and (failure := search(subject, shapes, options, log)) is not None:
-        failures.append(with_causes(subject, failure) if options.blame else failure)
     audited: tuple[AuditResult, ...] = ()
-    if options.audits and not failures:
-        audited = audit(subject, shapes, seed=options.seed, progress=on_attack)
+    with workers(options.jobs) as each:
+        # Wrong declarations make every scene wrong, so nothing else is searched.
+        if not failures and (failure := search(subject, shapes, options, log, each)) is not None:
+            failures.append(with_causes(subject, failure) if options.blame else failure)
+        if options.audits and not failures:
+            audited = audit(subject, shapes, seed=options.seed, progress=on_attack, each=each)
     return SuiteResult(
         shapes=shapes,
         refused=refused,
@@ -143,36 +147,24 @@ def conform(
     )
 
 
-def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log) -> Failure | None:
+def search(
+    subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log, each: Each = map
+) -> Failure | None:
     """Run the state machine; return the failure of the minimized case, or None.
 
-    Raises ``RunError`` if no forward ran in any scene: nothing was tested.
+    :param each: ``map``, or one that works in other processes: then each run has a log of its own.
+    :raises RunError: no forward ran in any scene, so nothing was tested.
     """
     features, refused = usable_features(subject, shapes[0], options.features)
-    log.refuse({each.name: each.reason for each in refused})
-    attributes: dict[str, object] = {
-        "subject": subject,
-        "shapes": shapes,
-        "drafts": options.drafts,
-        "largest": options.max_reqs,
-        "features": features,
-        "log": log,
-    }
-    try:
-        for number, (scenes, steps) in enumerate(options.profile.runs()):
-            # The first value is drawn most often: of each run another one.
-            first = number % len(DRAFTERS)
-            attributes["drafters"] = DRAFTERS[first:] + DRAFTERS[:first]
-            machine = type("Conformance", (ConformanceMachine,), attributes)
-            # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
-            run_state_machine_as_test(
-                hypothesis.seed(f"{options.seed}/{number}")(machine),
-                settings=search_settings(scenes, steps=steps, shrink=False),
-            )
-    # Flaky: the same draws did not fail again, and the log still has the case that did.
-    except (Violation, hypothesis.errors.Flaky) as error:
-        if log.violation is None:
-            raise RunError(f"one seed drew two different scenes; run the suite again ({error})") from error
+    log.refuse({feature.name: feature.reason for feature in refused})
+    found = partial(_run, subject, shapes, options, features, log if each is map else None)
+    for part in each(found, enumerate(options.profile.runs())):
+        if part is not log:
+            log.merge(part)
+        # The first run that fails, also where a later one was over before.
+        if log.violation is not None:
+            break
+    if log.violation is not None:
         return _minimized(subject, shapes, options, log)
     if not log.forwards.total():
         raise RunError(
@@ -181,6 +173,42 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
             "ask for more scenes or steps, or another seed"
         )
     return None
+
+
+def _run(
+    subject: Subject,
+    shapes: Sequence[Shape],
+    options: SuiteOptions,
+    features: Collection[str],
+    shared: Log | None,
+    run: tuple[int, tuple[int, int]],
+) -> Log:
+    """Search one Hypothesis run, by its number; return its log, which has a violation if something failed."""
+    number, (scenes, steps) = run
+    log = Log(shapes=tuple(shapes)) if shared is None else shared
+    # The first value is drawn most often: of each run another one.
+    first = number % len(DRAFTERS)
+    attributes: dict[str, object] = {
+        "subject": subject,
+        "shapes": shapes,
+        "drafts": options.drafts,
+        "largest": options.max_reqs,
+        "features": features,
+        "drafters": DRAFTERS[first:] + DRAFTERS[:first],
+        "log": log,
+    }
+    machine = type("Conformance", (ConformanceMachine,), attributes)
+    try:
+        # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
+        run_state_machine_as_test(
+            hypothesis.seed(f"{options.seed}/{number}")(machine),
+            settings=search_settings(scenes, steps=steps, shrink=False),
+        )
+    # Flaky: the same draws did not fail again, and the log still has the case that did.
+    except (Violation, hypothesis.errors.Flaky) as error:
+        if log.violation is None:
+            raise RunError(f"one seed drew two different scenes; run the suite again ({error})") from error
+    return log
 
 
 def _minimized(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log) -> Failure:

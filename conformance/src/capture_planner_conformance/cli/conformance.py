@@ -59,7 +59,9 @@ SHAPES = {
 }
 """Options that name shapes, with the field of a ``Shape`` that they set."""
 
-SEARCHES = ("profile", "thorough", "examples", "steps", "max_reqs", "seed", "drafts", "shrink", "audits", "strict")
+SEARCHES = (
+    *("profile", "thorough", "examples", "steps", "max_reqs", "seed", "drafts", "shrink", "audits", "strict", "jobs"),
+)
 """Options of a search; they do not apply to one printed case."""
 
 
@@ -92,6 +94,12 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "max_reqs", "seed", "dra
 @click.option("--case", metavar="TEXT|@FILE", help="Rerun one printed case; exit code 2 if it still fails.")
 @click.option("--attack", metavar="'ROLE FIELD ATTACK'", help="With --case: apply this attack of an audit.")
 @flag("--strict", "Count over-declared fields as findings.")
+@click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(1, 64),
+    help="Processes that share scenes and attacks; the outcome is that of one. Default: one per core, at most 8.",
+)
 @options.threads
 @options.output("Write the report as JSON, as --format json prints it.")
 @options.progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,9 @@ from capture_planner_conformance.shapes import CANDIDATES
 from capture_planner_conformance.suite import DRAFTS
 from capture_planner_conformance.tampering import Attack
 from capture_planner_runner.host import differences, facts
+
+MOST_JOBS = 8
+"""Processes by default: each has its own context on a GPU."""
 
 
 def run_suite(
@@ -66,6 +70,7 @@ def run_suite(
         max_reqs=values["max_reqs"] or LARGEST_REQS,
         shrink=values["shrink"],
         audits=values["audits"],
+        jobs=values["jobs"] or _jobs(profile),
     )
     interrupted = False
     left_out: tuple[int, ...] = ()
@@ -94,6 +99,12 @@ def run_suite(
         attack=values["attack"] or "",
         left_out=left_out,
     )
+
+
+def _jobs(profile: suite.SearchProfile) -> int:
+    """Return a process for each core that may be used, but none for less than two runs: each imports torch anew."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, MOST_JOBS, len([*profile.runs()]) // 2))
 
 
 def _search(
