@@ -127,8 +127,9 @@ class Tables(nn.Module):
         :param change: done to the rows first, ``[T, layers, (heads + 2 kv_heads) * dim]``.
         """
         rows = change(self.by_token[ids] + self.by_position[positions])
-        heads, ends = rows.unflatten(-1, (-1, self.shape.head_dim)), self.shape.heads + self.shape.kv_heads
-        return heads[:, :, : self.shape.heads], heads[:, :, self.shape.heads : ends], heads[:, :, ends:]
+        queries, stored = self.shape.heads, self.shape.kv_heads
+        heads = rows.view(*rows.shape[:2], queries + 2 * stored, self.shape.head_dim)
+        return heads[:, :, :queries], heads[:, :, queries : queries + stored], heads[:, :, queries + stored :]
 
     def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the layers make of the tokens from position ``first`` on, side by side.
@@ -154,7 +155,8 @@ class Tables(nn.Module):
         # Rounded as the cache stores them, since that error is not the backend's.
         keys, values = (part.to(shape.kv_dtype or part.dtype).double() for part in stored)
         rows = positions[first:]
-        grouped = query[first:].double().unflatten(2, (shape.kv_heads, -1))
+        grouped = query[first:].double()
+        grouped = grouped.reshape(*grouped.shape[:2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
         # [layers, kv_heads, heads of each, n, S]
         scores = grouped.permute(1, 2, 3, 0, 4) @ keys.permute(1, 2, 3, 0).unsqueeze(2) * shape.scale
         for layer, window in enumerate(shape.windows):

@@ -314,9 +314,9 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
         attended = {}
         for row, (end, (live, _, _)) in enumerate(zip(ends, batch.rows, strict=True)):
             # A draft decode reads the draft before it, up to the model's end.
-            if (read := min(k - 1, longest - end)) > 0:
+            if (count := min(k - 1, longest - end)) > 0:
                 # A draft that is no token is found before the rows that read it are compared.
-                drafts = proposed[row, :read].clamp(0, VOCABULARY - 1)
+                drafts = proposed[row, :count].clamp(0, VOCABULARY - 1)
                 known = stage.on_device(live.tokens[shift : shift + end])
                 attended[row] = drafter.tables.rows(torch.cat([known, drafts]), end)
         for number in range(1, k):
