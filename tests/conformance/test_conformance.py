@@ -16,6 +16,7 @@ from capture_planner_conformance import (
     Verdict,
     attack_case,
     audit,
+    audits,
     conform,
     dumps,
     loads,
@@ -72,7 +73,7 @@ def test_a_finding_names_the_field_and_is_small_and_comes_again(backend, field, 
     assert replay(under_test("reference"), finding.case).failure is None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed):
     """Whichever of the two ran first: the law that is named is that of eager steps, whatever the mode."""
     put = under_test(DoubledOutput())
@@ -174,8 +175,10 @@ def test_an_attack_on_what_is_not_there_is_refused():
         attack_case(put, case, Role.DRAFT_DECODE, "seq_lens", Attack.STALE_TAIL)
 
 
-def test_a_field_that_a_backend_reads_is_needed():
-    """An index over padded rows, declared with its fill: some attack on it matters."""
+def test_a_field_that_a_backend_reads_is_needed(monkeypatch):
+    """An index over padded rows, declared with its fill: some attack on it matters, in each role in the first case."""
+    cases = audits._cases
+    monkeypatch.setattr(audits, "_cases", lambda *given: [next(cases(*given))])
     put = under_test(OwnerReader())
     found = audit(put, usable_shapes(put)[0], fields={"owners"})
     own = {field: v for (role, field), v in verdicts(found).items() if field.endswith("owners")}
@@ -195,10 +198,7 @@ def test_a_healthy_backend_is_the_baseline():
 
 
 def test_a_search_without_a_forward_does_not_pass():
-    """A scene that is set up, and no step after that: there is nothing to say. A few more, and there is."""
+    """A scene that is set up, and no step after that: there is nothing to say."""
     profile = SearchProfile(name="none", examples=2, steps=1)
     with pytest.raises(RunError, match=r"no forward ran in 2 scenes of up to 1 step, .* more scenes or steps"):
         conform(under_test("reference"), SuiteOptions(profile=profile))
-    outcome = conform(under_test("reference"), SuiteOptions(profile=attrs.evolve(profile, steps=5), audits=False))
-    assert outcome.passed
-    assert outcome.log.forwards.total() > 0
