@@ -7,10 +7,10 @@ with 25 examples, the number of the published results of benchmarks/mutation.py.
 Tests marked ``thorough`` run with the profile thorough (``tox -e thorough``), or if ``-m`` selects them. They are
 slow, and a faster test holds the same law:
 
-- conformance: the reference backend with a second seed, the audit of its own fields, which passes without attacks in
-  every other test, and that of a field that nothing reads, which the command's tests have too; a case of five requests
-  that comes down to three; a run of pytest over a backend's tests, of which the pages have an example; attacks in two
-  processes, as scenes are in the same;
+- conformance: the reference backend with more scenes and a second seed, a wrong kernel with a third; the audit of the
+  reference's own fields, which passes without attacks in every other test, and that of a field that nothing reads,
+  which the command's tests have too; a case of five requests that comes down to three; a run of pytest over a
+  backend's tests, of which the pages have an example; attacks in two processes, as scenes are in the same;
 - bench: other draft lengths, the pages that each figure needs, interruptions between figures, and all figures of a
   plan with a fused chain; the command's own tests measure all figures and interrupt one;
 - gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four

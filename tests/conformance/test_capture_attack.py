@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import Role
 from capture_planner_conformance import Case, Check, Shape, Violation, play
-from capture_planner_conformance.memory import Snapshot
+from capture_planner_conformance.memory import Snapshot, canaries_of
 from capture_planner_conformance.scene import Arrive, CaptureAttack, RunBatch, Serve, dumps
 from capture_planner_conformance.steps import run_step
 from capture_planner_conformance.watch import WatchedGraphs
@@ -237,8 +237,8 @@ def test_canaries_are_what_belongs_to_others(name):
         extents = Extents(tokens=2, reqs=1, pages=target.fields.capacity.pages)
         tensor = getattr(target.body, name) if hasattr(target.body, name) else target.fields[name]
         tensor.fill_(0)  # Uninitialized memory may be NaN, to which nothing can be added.
-        by_other = Snapshot.of(stage.runner, roles[Role.DRAFT_PREFILL], extents)
-        by_itself = Snapshot.of(stage.runner, target, extents)
+        by_other = Snapshot.of(canaries_of(stage.runner, roles[Role.DRAFT_PREFILL], extents))
+        by_itself = Snapshot.of(canaries_of(stage.runner, target, extents))
         tensor[:1] += 1
         assert by_other.changed() == f"target.{name}"
         assert by_itself.changed() == (f"target.{name}" if name == "block_table" else None)

@@ -70,18 +70,21 @@ class ShortBuffer(ReferenceExecutor):
         lengths[torch.arange(metadata.num_reqs)] = metadata.fields["seq_lens"]
 
 
+def played(executor: type[ReferenceExecutor], *steps: Any, **scene: Any) -> Failure:
+    """Return the finding of a case."""
+    failure = play(under_test(backend_of(executor)), Case(scene=Scene(shape=SHAPE, **scene), steps=steps)).failure
+    assert failure is not None
+    return failure
+
+
 def found(executor: type[ReferenceExecutor], *steps: Any, **scene: Any) -> Failure:
     """Return the finding of a case, with its causes."""
-    tested = under_test(backend_of(executor))
-    case = Case(scene=Scene(shape=SHAPE, **scene), steps=steps)
-    failure = play(tested, case).failure
-    assert failure is not None
-    return with_causes(tested, failure)
+    return with_causes(under_test(backend_of(executor)), played(executor, *steps, **scene))
 
 
 def test_a_wrong_row_of_a_request_that_is_served_is_found_before_its_token() -> None:
     """With its role, its graph and its batch."""
-    row = found(PaddedIsWrong, Serve(requests=((5, 6, 0),)), size_reqs=(3,))
+    row = played(PaddedIsWrong, Serve(requests=((5, 6, 0),)), size_reqs=(3,))
     assert row.check is Check.ROWS
     assert row.role is Role.TARGET
     assert row.entry is not None
@@ -106,7 +109,7 @@ def test_a_private_buffer_is_named() -> None:
 
 def test_an_error_says_in_which_line_of_a_backend_it_was_raised() -> None:
     """An index that is too large is no raw IndexError."""
-    failure = found(ShortBuffer, PAST, PAST, TWO)
+    failure = played(ShortBuffer, PAST, PAST, TWO)
     assert "lengths[torch.arange(metadata.num_reqs)]" in failure.message
     assert "test_causes.py" in failure.message
 

@@ -16,6 +16,7 @@ from capture_planner_conformance import (
     Verdict,
     attack_case,
     audit,
+    audits,
     conform,
     dumps,
     loads,
@@ -32,10 +33,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = SearchProfile(name="short", examples=15, steps=15)
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_healthy_backend_passes(seed):
+@pytest.mark.parametrize(
+    ("seed", "examples"), [(2, 6), *(pytest.param(seed, 15, marks=pytest.mark.thorough) for seed in (1, 2))]
+)
+def test_a_healthy_backend_passes(seed, examples):
     """The reference backend: every kind of step, every role, graphs and eager steps, and no finding."""
-    outcome = conform(under_test("reference"), SuiteOptions(profile=SHORT, seed=seed, audits=False))
+    profile = attrs.evolve(SHORT, examples=examples)
+    outcome = conform(under_test("reference"), SuiteOptions(profile=profile, seed=seed, audits=False))
     assert outcome.failures == ()
     assert {"arrive", "depart", "move", "reload", "forward", "serve"} <= set(outcome.log.steps)
     assert {f"{role.value} FULL" for role in Role} <= set(outcome.log.forwards)
@@ -69,7 +73,7 @@ def test_a_finding_names_the_field_and_is_small_and_comes_again(backend, field, 
     assert replay(under_test("reference"), finding.case).failure is None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed):
     """Whichever of the two ran first: the law that is named is that of eager steps, whatever the mode."""
     put = under_test(DoubledOutput())
@@ -84,7 +88,7 @@ def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed
 def test_a_contract_that_is_kept_is_in_order():
     """A backend that gathers by a field of its own over padded rows relies on its fill, and may."""
     assert conform(
-        under_test(OwnerReader()), SuiteOptions(profile=attrs.evolve(SHORT, examples=6), audits=False)
+        under_test(OwnerReader()), SuiteOptions(profile=attrs.evolve(SHORT, examples=3), audits=False)
     ).passed
 
 
@@ -171,8 +175,10 @@ def test_an_attack_on_what_is_not_there_is_refused():
         attack_case(put, case, Role.DRAFT_DECODE, "seq_lens", Attack.STALE_TAIL)
 
 
-def test_a_field_that_a_backend_reads_is_needed():
-    """An index over padded rows, declared with its fill: some attack on it matters."""
+def test_a_field_that_a_backend_reads_is_needed(monkeypatch):
+    """An index over padded rows, declared with its fill: some attack on it matters, in each role in the first case."""
+    cases = audits._cases
+    monkeypatch.setattr(audits, "_cases", lambda *given: [next(cases(*given))])
     put = under_test(OwnerReader())
     found = audit(put, usable_shapes(put)[0], fields={"owners"})
     own = {field: v for (role, field), v in verdicts(found).items() if field.endswith("owners")}
@@ -192,10 +198,7 @@ def test_a_healthy_backend_is_the_baseline():
 
 
 def test_a_search_without_a_forward_does_not_pass():
-    """A scene that is set up, and no step after that: there is nothing to say. A few more, and there is."""
+    """A scene that is set up, and no step after that: there is nothing to say."""
     profile = SearchProfile(name="none", examples=2, steps=1)
     with pytest.raises(RunError, match=r"no forward ran in 2 scenes of up to 1 step, .* more scenes or steps"):
         conform(under_test("reference"), SuiteOptions(profile=profile))
-    outcome = conform(under_test("reference"), SuiteOptions(profile=attrs.evolve(profile, steps=5), audits=False))
-    assert outcome.passed
-    assert outcome.log.forwards.total() > 0

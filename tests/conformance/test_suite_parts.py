@@ -13,7 +13,7 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import Role
 from capture_planner.testing import deployments
 from capture_planner_conformance import Scene, Shape, Stage, under_test
-from capture_planner_conformance.memory import DEPTH, Garbage, Outputs, Snapshot, private_buffers
+from capture_planner_conformance.memory import DEPTH, Garbage, Outputs, Snapshot, canaries_of, private_buffers
 from capture_planner_conformance.stage import widened
 from capture_planner_runner.execution.fields import Extents
 
@@ -121,7 +121,7 @@ def test_snapshot_names_the_buffer_that_changed(stage):
     roles = stage.runner.roles
     role, other = roles[Role.TARGET], roles[Role.DRAFT_PREFILL]
     extents = Extents(tokens=4, reqs=2, pages=role.fields.capacity.pages)
-    snapshot = Snapshot.of(stage.runner, role, extents)
+    snapshot = Snapshot.of(canaries_of(stage.runner, role, extents))
     assert snapshot.changed() is None
     role.fields["positions"][:4] += 1
     assert snapshot.changed() is None

@@ -133,7 +133,7 @@ def test_the_template_says_what_the_reference_says(imported: ModuleType, one_thr
         text = spec.replace("backend: reference", f"backend: {backend}")
         made = plan(codec.loads(text, Spec), environment, backends)
         assert made.role("target").groups[0].backend == backend
-        requests = generated(4, seed=1, rate=None, prompt_tokens=(1, 40), output_tokens=(8, 16), vocab_size=256)
+        requests = generated(3, seed=1, rate=None, prompt_tokens=(1, 24), output_tokens=(4, 8), vocab_size=256)
         outcome = launch(made, backends, lambda vocab_size: requests, RunRequest(drafter="copy"), quiet)
         return {served.name: served.tokens for served in outcome.report.served}
 

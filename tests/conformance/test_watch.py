@@ -154,18 +154,17 @@ def test_batch_may_write_its_own_slots_alone(scene: RunnerScene) -> None:
         slots = range(stage.world.pages.num_pages * size)
         other = next(slot for slot in slots if slot not in own)
         for which in range(len(before)):
-            for layer in range(len(before[which])):
-                then = [[tensor.clone() for tensor in tensors] for tensors in before]
-                then[which][layer][other, -1] = 5.25
-                then[which][layer][max(own), 0] = 5.25
+            for column in range(0, before[which].shape[1], 4):
+                then = [bits.clone() for bits in before]
+                then[which][other, column + 3] += 1
+                then[which][max(own), column] += 1
                 spoiled = attrs.evolve(held, caches=then)
                 message = violation(Check.UNTOUCHED, stage.watch._check_slots, spoiled, {number: own})
                 slot = other if which == number else min(other, max(own))
                 assert f"slot {slot} of page {slot // size} changed" in message
                 assert ("drafter's cache" in message) == (which == 1)
-        then = [[tensor.clone() for tensor in tensors] for tensors in before]
-        for tensor in then[number]:
-            tensor[sorted(own)] = 5.25
+        then = [bits.clone() for bits in before]
+        then[number][sorted(own)] += 1
         stage.watch._check_slots(attrs.evolve(held, caches=then), {number: own})
 
     assert after_each(check, ends) > 5
@@ -241,10 +240,10 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
                 watch._check_written(role)
                 output[row:] = kept
         watch._check_pointers()
-        name, then = watch._persistent[-1]
-        watch._persistent[-1] = name, then + 8
-        assert violation(Check.FROZEN, watch._check_pointers) == f"{name} has moved"
-        watch._persistent[-1] = name, then
+        held, then = watch._persistent[-1]
+        watch._persistent[-1] = held, then + 8
+        assert violation(Check.FROZEN, watch._check_pointers) == f"{held[0]} has moved"
+        watch._persistent[-1] = held, then
 
         batch = step.batch
         answer = stage.runner.dispatcher.dispatch(batch)

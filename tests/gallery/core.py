@@ -127,6 +127,7 @@ LATE = {
     "split-of-first-batch",
     "stale-page-indices",
     "stale-tile-counts",
+    "starts-of-the-largest-decode",
     "table-kept-by-extents",
     "varying-taken-for-uniform",
     "weights-replaced",

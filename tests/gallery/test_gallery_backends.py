@@ -85,6 +85,8 @@ CASES = {
     "longest-of-batch": case(ONE, past=12),
     # One token and three, in a graph of up to three each.
     "varying-taken-for-uniform": case(RunBatch(rows=((0, 1, 0), (1, 3, 0))), requests=2, drafts=2, varying=True),
+    # More requests than the graph of decodes has.
+    "starts-of-the-largest-decode": case(TWO, requests=2, size_reqs=(1,)),
     "sized-by-the-limits": case(TWO, requests=2, beyond=2),
     "one-tile-of-requests": case(RunBatch(rows=tuple((number, 1, 0) for number in range(17))), requests=17),
     "second-split-lost": case(ONE, past=100),
@@ -107,7 +109,11 @@ CASES = {
 }
 """What large, long and rarely drawn scenes show: the smallest case of it."""
 
-OTHER_CHECKS = {"constants-of-the-first-capture": Check.BORN, "stale-page-indices": Check.BOUNDED}
+OTHER_CHECKS = {
+    "constants-of-the-first-capture": Check.BORN,
+    "stale-page-indices": Check.BOUNDED,
+    "starts-of-the-largest-decode": Check.EAGER,
+}
 """The law that a case breaks first, where it is not that of real rows."""
 
 
@@ -117,7 +123,7 @@ def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     assert mutant.backend is not None
     failure = conformance.play(conformance.under_test(mutant.backend()), CASES[mutant.name]).failure
     assert failure is not None
-    assert failure.entry is not None, failure
+    assert (failure.entry is None) is (failure.check is Check.EAGER), failure
     assert failure.check is OTHER_CHECKS.get(mutant.name, Check.ROWS)
     assert conformance.play(conformance.under_test(RenamedReference()), CASES[mutant.name]).failure is None
 

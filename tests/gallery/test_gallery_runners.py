@@ -223,7 +223,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        under_test(Planning()), SuiteOptions(profile=SearchProfile(name="x", examples=6, steps=12), audits=False)
+        under_test(Planning()), SuiteOptions(profile=SearchProfile(name="x", examples=3, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {

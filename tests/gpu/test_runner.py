@@ -47,13 +47,13 @@ def device_for(case, place):
 def made_of(case, place, spec, seed=0, **options):
     """Deploy a spec; few and short requests on a CPU."""
     device = device_for(case, place)
-    fewer = {"requests": 5, "prompts": (1, 40), "outputs": (2, 12)} if place == "cpu" else {"requests": 16}
+    fewer = {"requests": 4, "prompts": (1, 40), "outputs": (2, 8)} if place == "cpu" else {"requests": 16}
     return deployment(case, spec, device, grapher_once(device), seed=seed, **(fewer | options))
 
 
 def indices(place):
     """Return deployments that are far apart in the cycle: other K, other mode, other chain."""
-    return [5 * i % CYCLE + i // CYCLE for i in range(EXAMPLES if place == "cuda" else 3)]
+    return [5 * i % CYCLE + i // CYCLE for i in range(EXAMPLES if place == "cuda" else 2)]
 
 
 @everywhere

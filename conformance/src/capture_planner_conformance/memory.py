@@ -134,14 +134,8 @@ class Snapshot:
     """``uint8[bytes]``, one canary after the other."""
 
     @classmethod
-    def of(cls, runner: Runner, role: RoleRun, extents: Extents) -> Snapshot:
-        """Take the bytes of everything that a forward of ``role`` at these extents must not change."""
-        canaries = tuple(
-            (name, tensor)
-            for other in runner.roles.values()
-            for name, tensor in (_own(role, extents) if other is role else _others(other, role))
-            if tensor.nbytes <= LARGEST
-        )
+    def of(cls, canaries: tuple[Canary, ...]) -> Snapshot:
+        """Take the bytes of canaries."""
         return cls(canaries, _joined(canaries))
 
     def changed(self) -> str | None:
@@ -151,10 +145,20 @@ class Snapshot:
             return None
         first, end = int((now != self.content).nonzero()[0]), 0
         for name, tensor in self.canaries:
-            end += tensor.nbytes
+            end += len(tensor)
             if first < end:
                 return name
         raise AssertionError("a changed byte is in a canary")
+
+
+def canaries_of(runner: Runner, role: RoleRun, extents: Extents) -> tuple[Canary, ...]:
+    """Return everything that a forward of ``role`` at these extents must not change, as views ``uint8[bytes]``."""
+    return tuple(
+        (name, tensor.detach().view(-1).view(torch.uint8))
+        for other in runner.roles.values()
+        for name, tensor in (_own(role, extents) if other is role else _others(other, role))
+        if tensor.nbytes <= LARGEST
+    )
 
 
 def _own(role: RoleRun, extents: Extents) -> Iterator[Canary]:
@@ -194,7 +198,7 @@ def _weights(role: RoleRun) -> Iterator[Canary]:
 
 
 def _joined(canaries: tuple[Canary, ...]) -> torch.Tensor:
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in canaries])
+    return torch.cat([tensor for _, tensor in canaries])
 
 
 # Buffers that a backend keeps for itself: no contract names them, and a finding should.

@@ -121,16 +121,15 @@ class Tables(nn.Module):
         ids: torch.Tensor,
         positions: torch.Tensor,
         change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``.
 
         :param change: done to the rows first, ``[T, layers, (heads + 2 kv_heads) * dim]``.
         """
         rows = change(self.by_token[ids] + self.by_position[positions])
-        shape, dim = self.shape, self.shape.head_dim
-        widths = [shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim]
-        parts = torch.split(rows, widths, dim=-1)
-        return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
+        queries, stored = self.shape.heads, self.shape.kv_heads
+        heads = rows.view(*rows.shape[:2], queries + 2 * stored, self.shape.head_dim)
+        return heads[:, :, :queries], heads[:, :, queries : queries + stored], heads[:, :, queries + stored :]
 
     def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the layers make of the tokens from position ``first`` on, side by side.
@@ -156,10 +155,10 @@ class Tables(nn.Module):
         # Rounded as the cache stores them, since that error is not the backend's.
         keys, values = (part.to(shape.kv_dtype or part.dtype).double() for part in stored)
         rows = positions[first:]
-        grouped = query.double()[first:].reshape(
-            len(rows), shape.layers, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-        )
-        scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * shape.scale
+        grouped = query[first:].double()
+        grouped = grouped.reshape(*grouped.shape[:2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+        # [layers, kv_heads, heads of each, n, S]
+        scores = grouped.permute(1, 2, 3, 0, 4) @ keys.permute(1, 2, 3, 0).unsqueeze(2) * shape.scale
         for layer, window in enumerate(shape.windows):
             seen = positions <= rows[:, None]
             if window is not None:
@@ -173,8 +172,8 @@ class Tables(nn.Module):
             sinks = self.sinks.double().view(*scores.shape[:3], 1, 1).expand(*scores.shape[:4], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(-1)[..., : len(ids)]  # a sink takes part in the sum, and has no value
-        mean = torch.einsum("lhgqs,slhd->qlhgd", weights, values)
-        return mean.flatten(2)
+        mean = weights @ values.permute(1, 2, 0, 3).unsqueeze(2)
+        return mean.permute(3, 0, 1, 2, 4).flatten(2)
 
     def outputs(
         self,

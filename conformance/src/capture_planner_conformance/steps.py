@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 import torch
+from torch.linalg import vector_norm
 
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
@@ -148,8 +149,8 @@ def first_wrong_row(
     name: Callable[[int], str] = lambda layer: f"layer {layer}",
 ) -> str | None:
     """Compare rows ``[n, layers * width]`` layer by layer; describe the first that is off, if any is."""
-    off = (got.double() - want).view(len(want), -1, width).norm(dim=2)
-    size = want.view(len(want), -1, width).norm(dim=2)
+    off = vector_norm((got.double() - want).view(len(want), -1, width), dim=2)
+    size = vector_norm(want.view(len(want), -1, width), dim=2)
     wrong = beyond(off, size, tolerance)
     if not bool(wrong.any()):
         return None
@@ -310,14 +311,19 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
     def check(rows_check: Check) -> None:
         hidden = before["hidden"][places].double()
         proposed = state.proposed[places, :k]
+        attended = {}
+        for row, (end, (live, _, _)) in enumerate(zip(ends, batch.rows, strict=True)):
+            # A draft decode reads the draft before it, up to the model's end.
+            if (count := min(k - 1, longest - end)) > 0:
+                # A draft that is no token is found before the rows that read it are compared.
+                drafts = proposed[row, :count].clamp(0, VOCABULARY - 1)
+                known = stage.on_device(live.tokens[shift : shift + end])
+                attended[row] = drafter.tables.rows(torch.cat([known, drafts]), end)
         for number in range(1, k):
             within = [row for row, end in enumerate(ends) if end + number <= longest]
-            for row in within:
-                known = batch.rows[row][0].tokens[shift : settled[row] + 1].tolist()
-                ids = torch.tensor([*known, *proposed[row, :number].tolist()], device=hidden.device)
-                attention = drafter.tables.rows(ids, len(ids) - 1)
-                hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
             if within:
+                attention = torch.stack([attended[row][number - 1] for row in within])
+                hidden[within] = drafter.mixed(attention, hidden[within])
                 # Rows past the model's end write the null slot, and count as padding.
                 read = proposed[within, number - 1].cpu().numpy()
                 hidden[within] = coupled_rows(stage, drafter, hidden[within], read)

@@ -24,18 +24,20 @@ from capture_planner_conformance.failure import Check, Violation, located
 from capture_planner_conformance.memory import (
     MOVED_FIELDS,
     SOURCES,
+    Canary,
     Garbage,
     Kept,
     Outputs,
     Snapshot,
     bits,
+    canaries_of,
     mark,
     private_buffers,
 )
 from capture_planner_conformance.scene import CaptureAttack
 from capture_planner_conformance.served_rows import RequestRows, ServedForward, requests_by_state, rows_of
-from capture_planner_conformance.world import World
-from capture_planner_runner.execution.fields import FieldBuffer, tensor_of
+from capture_planner_conformance.world import ModelCache, World
+from capture_planner_runner.execution.fields import Extents, FieldBuffer, TensorRef, tensor_of
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.execution.padding import Write, out_of_bounds
 from capture_planner_runner.execution.role import ForwardObserver, LayerTensors, RoleRun
@@ -137,8 +139,8 @@ class WatchedGraphs:
 class _Held:
     """What requests hold on the device."""
 
-    caches: Sequence[Sequence[torch.Tensor]]
-    """Keys and values by slot, of the target and of the drafter."""
+    caches: Sequence[torch.Tensor]
+    """Keys and values by slot, of the target and of the drafter, bit by bit: ``[slots, bits]``."""
     state: Mapping[str, torch.Tensor]
     """The draft state."""
 
@@ -157,7 +159,8 @@ class Watch(ForwardObserver):
 
     runner: Runner
     world: World
-    _persistent: list[tuple[str, int]]
+    _persistent: list[tuple[TensorRef, int]]
+    """Every persistent tensor, and where it was after the capture."""
 
     def __init__(
         self,
@@ -185,7 +188,10 @@ class Watch(ForwardObserver):
     def begin(self, runner: Runner, world: World) -> None:
         """Watch the forwards of a runner that has captured, on the requests of a world."""
         self.runner, self.world = runner, world
-        self._persistent = self._pointers()
+        self._persistent = [
+            (held, tensor_of(held).data_ptr()) for role in runner.roles.values() for held in role.persistent()
+        ]
+        self._canaries: dict[tuple[Role, Extents], tuple[Canary, ...]] = {}
         self._kept = Kept.of(runner, self._spared)
 
     def sources(self) -> tuple[str, ...]:
@@ -238,7 +244,7 @@ class Watch(ForwardObserver):
             # After the checks of what was filled: nothing beyond the extents may be read.
             self._garbage.fields(role, step.extents)
             own, held = self._own_slots(role, step), self._held()
-            canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
+            canaries = None if self._trusting else Snapshot.of(self._canaries_of(role, step.extents))
             with self._inner.forward(role, step):
                 yield
             if canaries is not None:
@@ -277,10 +283,17 @@ class Watch(ForwardObserver):
             notes = (*violation.failure.notes, "a capture on first use changed it")
             raise Violation(attrs.evolve(violation.failure, notes=notes)) from None
 
+    def _canaries_of(self, role: RoleRun, extents: Extents) -> tuple[Canary, ...]:
+        """Return the canaries of a forward; a tensor that is replaced has moved, which is looked at apart."""
+        key = role.role, extents
+        if key not in self._canaries:
+            self._canaries[key] = canaries_of(self.runner, role, extents)
+        return self._canaries[key]
+
     def _held(self) -> _Held:
         state = self.runner.draft_state
         return _Held(
-            caches=[[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches],
+            caches=[_slots_of(cache) for cache in self.world.caches],
             state={} if state is None else {name: getattr(state, name).clone() for name in _STATE},
         )
 
@@ -366,15 +379,14 @@ class Watch(ForwardObserver):
 
     def _check_slots(self, before: _Held, own: Mapping[int, Slots]) -> None:
         """Check that no slot changed but those that may, by the number of the cache."""
-        for number, (cache, tensors) in enumerate(zip(self.world.caches, before.caches, strict=True)):
-            for now, then in zip(cache.flat(), tensors, strict=True):
-                changed = (bits(now) != bits(then)).any(dim=1).nonzero().flatten().tolist()
-                if others := set(changed) - own.get(number, set()):
-                    slot = min(others)
-                    raise Check.UNTOUCHED.violation(
-                        f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
-                        f"batch is in it ({'drafter' if number else 'target'}'s cache)"
-                    )
+        for number, (cache, then) in enumerate(zip(self.world.caches, before.caches, strict=True)):
+            changed = (_slots_of(cache) != then).any(dim=1).nonzero().flatten().tolist()
+            if others := set(changed) - own.get(number, set()):
+                slot = min(others)
+                raise Check.UNTOUCHED.violation(
+                    f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
+                    f"batch is in it ({'drafter' if number else 'target'}'s cache)"
+                )
 
     def _check_state(self, before: _Held, own: set[int]) -> None:
         """Check that the draft state of no request changed but of those that may."""
@@ -384,20 +396,28 @@ class Watch(ForwardObserver):
         # The row behind the last request is for padding, and may hold anything.
         others = [row for row in range(state.padding) if row not in own]
         for name, then in before.state.items():
-            if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
+            now = getattr(state, name)
+            # All rows at once first: most forwards change none.
+            if torch.equal(bits(now), bits(then)):
+                continue
+            if not torch.equal(bits(now[others]), bits(then[others])):
                 raise Check.STATE.violation(f"the draft state ({name}) of a request outside the batch changed")
 
-    def _pointers(self) -> list[tuple[str, int]]:
-        roles = self.runner.roles.values()
-        return [(tensor[0], tensor_of(tensor).data_ptr()) for role in roles for tensor in role.persistent()]
-
     def _check_pointers(self) -> None:
-        for (name, then), (_, now) in zip(self._persistent, self._pointers(), strict=True):
-            if now != then:
+        for (name, holder, attribute), then in self._persistent:
+            if getattr(holder, attribute).data_ptr() != then:
                 raise Check.FROZEN.violation(f"{name} has moved")
 
 
+def _slots_of(cache: ModelCache) -> torch.Tensor:
+    """Return a copy of the bits of a cache, ``[slots, bits]``."""
+    return torch.cat([bits(tensor) for tensor in cache.flat()], dim=1)
+
+
 def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndarray[Any, Any], num_tokens: int) -> None:
+    # Most forwards without a graph have no padding.
+    if values.shape == real.shape:
+        return
     field, fill = buffer.field, buffer.field.value or 0
     if field.fill is Fill.REAL_TOTAL:
         fill = num_tokens

@@ -178,27 +178,30 @@ class ReferenceExecutor:
             _pages_of(tensor, pages.flatten()).view(len(pages), -1, *tensor.shape[2:]).to(dtype)
             for tensor in (cache.keys, cache.values)
         )
-        # Query heads that share a key head are an axis of their own, so that no key is repeated.
-        grouped = query.to(dtype).view(*query.shape[:2], keys.shape[2], -1, query.shape[3])
-        scores = torch.einsum("nqhgd,nshd->nqhgs", grouped, keys) * scoring.scale
+        # Query heads that share a key head are rows of one matrix, so that no key is repeated.
+        num_reqs, length, kv_heads = len(query), query.shape[1], keys.shape[2]
+        grouped = query.to(dtype).view(num_reqs, length, kv_heads, -1, query.shape[3]).transpose(1, 2)
+        products = grouped.flatten(2, 3) @ keys.permute(0, 2, 3, 1)
+        scores = products.view(num_reqs, kv_heads, length, -1, keys.shape[1]) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
+        scores = scores.masked_fill(~visible[:, None, :, None], -torch.inf)
         # Where nothing is visible the top is -inf, and -inf - -inf would be NaN.
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
         if scoring.sinks is not None:
             # One that outweighs all keys by more than dtype holds is inf here, and the mean 0.
-            total = total + (scoring.sinks.view(keys.shape[2], -1, 1) - top).exp()
+            total = total + (scoring.sinks.view(kv_heads, 1, -1, 1) - top).exp()
         # A weight of 0 does not keep NaN out. Pages before a window may be freed, so that what is
         # masked is what no query of the row sees, not only what lies beyond the sequence.
         values = values.masked_fill(~visible.any(1)[..., None, None], 0)
         # Rows that see no key have a sum of 0: the clamp makes them zeros, not NaN.
-        mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(dtype).tiny)
+        sums = (weights.flatten(2, 3) @ values.transpose(1, 2)).view(*weights.shape[:4], -1)
+        mean = sums / total.clamp(min=torch.finfo(dtype).tiny)
         if self._ranks > 1:
             mean = torch.cat([mean, top + total.log()], dim=-1)
-        return mean.flatten(2, 3)
+        return mean.transpose(1, 2).flatten(2, 3)
 
     def _check_extents(self, metadata: Metadata) -> None:
         shape = {name: tuple(metadata.fields[name].shape) for name in _FIELDS}

@@ -267,9 +267,12 @@ def tensors_of(*trees: Any) -> list[torch.Tensor]:
 
 def _collect(trees: Iterable[Any], found: list[torch.Tensor]) -> None:
     for tree in trees:
-        if type(tree) in _LEAVES:
+        kind = type(tree)
+        if kind is torch.Tensor:  # first, as most are
+            found.append(tree)
+        elif kind in _LEAVES:
             continue
-        if isinstance(tree, torch.Tensor):
+        elif isinstance(tree, torch.Tensor):
             found.append(tree)
         elif isinstance(tree, (list, tuple)):
             _collect(tree, found)
@@ -608,9 +611,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_between = False
+        self._unlent: set[int] | None = None
+        """The graph's own storages while something runs between two pieces; None: nothing does."""
         self._items: list[_Call | _Break] = []
         self._storages: dict[int, Storage] = {}
+
+    @property
+    def is_between(self) -> bool:
+        """Whether something runs between two pieces."""
+        return self._unlent is not None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -620,11 +629,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
-        if self.is_between:
-            storages = [
-                self._storages.get(storage_key(tensor)) for tensor in tensors_of(args, kwargs) if is_plain(tensor)
-            ]
-            if any(storage is not None and storage.is_own for storage in storages):
+        if self._unlent is not None:
+            if any(is_plain(tensor) and storage_key(tensor) in self._unlent for tensor in tensors_of(args, kwargs)):
                 raise CaptureError(
                     f"what runs between two pieces calls {func} on a tensor of the graph that is not among "
                     f"the reads and writes of the split{calling_line()}; name that very tensor, or derive from it there"
@@ -669,11 +675,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lent = tuple((tensor, self._own(tensor)) for tensor in own)
         self._items.append(_Break(between, lent))
         with apart(lent):
-            self.is_between = True
+            self._unlent = {key for key, storage in self._storages.items() if storage.is_own}
             try:
                 between()
             finally:
-                self.is_between = False
+                self._unlent = None
 
     def finish(self, pool: RecordedPool) -> RecordedGraph:
         """Give each of the graph's own storages its place in the pool, and make the graph."""
