@@ -14,6 +14,7 @@ slow, and a faster test holds the same law:
   plan with a fused chain; the command's own tests measure all figures and interrupt one;
 - gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four
   healthy backends; ``tox -e gallery`` searches all mutants with 20 seeds;
+- planning: the draft lengths of a server of 512 requests, of which one of 256 is scheduled;
 - report: a page of 200,000 forwards instead of 20,000;
 - engines: the benchmark of transformers at its smallest, whose parts have tests of their own.
 """
