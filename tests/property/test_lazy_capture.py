@@ -29,7 +29,7 @@ from support.worlds import bits, caches_of, requests_of, serve, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = settings(max_examples=max(settings.default.max_examples // 2, 3))
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 2))
 GRAPHS = worlds([mode for mode in GraphMode if mode is not GraphMode.NONE])
 AMPLE = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 40, seconds_per_minute=1e9)
 SEEDS = st.integers(0, 1 << 16)
