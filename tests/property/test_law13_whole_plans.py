@@ -99,7 +99,7 @@ def problem_of(inputs):
         assume(False)
 
 
-@settings(max_examples=max(settings.default.max_examples, 40))
+@settings(max_examples=max(settings.default.max_examples, 60))
 @given(problems())
 def test_no_table_within_the_budget_costs_less(inputs):
     """Law 13: mean, regret and percentile of whole plans, under bounds on graphs, their kinds, memory and seconds."""
