@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COUNTS = {"fuzz_documents": 30, "fuzz_inputs": 30}
+COUNTS = {"fuzz_documents": 20, "fuzz_inputs": 20}
 BOTH = """
 import importlib, sys
 codes = {}

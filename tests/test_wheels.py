@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tarfile
@@ -134,27 +135,41 @@ def test_tuner_takes_a_profile_from_an_observation(bare: Path, with_tuner: Tuned
     assert measured.stderr.endswith(f"{INSTALL['runner']}\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["run", str(SPEC)], "runner"),
-        (["bench", str(SPEC)], "runner"),
-        (["conformance", "reference"], "conformance"),
-        (["environment"], "runner"),
-        (["tune", str(SPEC)], "tuner"),
-        (["launch", "plan.yaml", "--", "vllm", "serve"], "tuner"),
-        (["compare", "a.yaml", "b.yaml"], "tuner"),
-        (["journal", "."], "tuner"),
-        (["profile", str(SPEC)], "tuner"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_core_says_what_to_install(bare: Path, tmp_path: Path, words: list[str], name: str) -> None:
-    """One error with the distribution and the command that installs it."""
-    ran = run(bare, *words, cwd=tmp_path)
-    remedy = f"which is not installed; install it from a clone with: {INSTALL[name]}"
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == f"error: {words[0]} needs capture-planner-{name}, {remedy}\n"
+NOT_INSTALLED = [
+    (["run", str(SPEC)], "runner"),
+    (["bench", str(SPEC)], "runner"),
+    (["conformance", "reference"], "conformance"),
+    (["environment"], "runner"),
+    (["tune", str(SPEC)], "tuner"),
+    (["launch", "plan.yaml", "--", "vllm", "serve"], "tuner"),
+    (["compare", "a.yaml", "b.yaml"], "tuner"),
+    (["journal", "."], "tuner"),
+    (["profile", str(SPEC)], "tuner"),
+]
+EACH = """
+import json, sys
+from capture_planner.cli import main
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(end.code)
+print(codes)
+"""
+
+
+def test_core_says_what_to_install(bare: Path, tmp_path: Path) -> None:
+    """One error with the distribution and the command that installs it; one process calls all commands."""
+    words = json.dumps([words for words, _ in NOT_INSTALLED])
+    ran = subprocess.run([bare, "-I", "-c", EACH, words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{[1] * len(NOT_INSTALLED)}\n")
+    assert ran.stderr.splitlines() == [
+        f"error: {command} needs capture-planner-{name}, which is not installed; "
+        f"install it from a clone with: {INSTALL[name]}"
+        for (command, *_), name in NOT_INSTALLED
+    ]
 
 
 def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path, tmp_path: Path) -> None:

@@ -209,21 +209,21 @@ def test_write_error_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
 SERVER = """
 import sys, time
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from measuring.test_recorder import BASE, Reason, Recorder, Role
-from support.examples import at_most
-recorder = Recorder(Path(sys.argv[1]), "rank0", {every})
-recorder.begin(BASE)
+from capture_planner import codec
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import Reason, Role
+folder = Path(sys.argv[1])
+recorder = Recorder(folder, "rank0", {every})
+recorder.begin(codec.load_observation(folder / "base.yaml"))
 print("ready", flush=True)
 {then}
 """
 
 
 def serve(folder: Path, every: float, then: str) -> subprocess.Popen[str]:
+    codec.write(folder / "base.yaml", codec.dumps(BASE))
     code = SERVER.format(every=every, then=then)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(Path(__file__).parent.parent)], stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
 
 
 COUNT_ON = """
@@ -234,18 +234,18 @@ while True:
     step += 1
     if step % 100 == 0:
         print(step, time.monotonic(), flush=True)
-    time.sleep(0.0005)
+    time.sleep(0.001)
 """
 
 
 def test_killed_process_loses_at_most_one_interval(tmp_path: Path) -> None:
     """SIGKILL at any moment: the file is whole, and has every step that is older than the interval and one write."""
-    every, grace = 0.2, 2.0
+    every, grace = 0.1, 1.0
     process = serve(tmp_path, every, COUNT_ON)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     steps = [(0, time.monotonic())]
-    while steps[-1][1] - steps[0][1] < every + grace + 1:
+    while steps[-1][1] - steps[0][1] < every + grace + 0.3:
         number, moment = process.stdout.readline().split()
         steps.append((int(number), float(moment)))
     process.send_signal(signal.SIGKILL)

@@ -67,12 +67,12 @@ def test_varying_graphs_say_what_uniform_graphs_and_eager_say(data, kind, device
     rates = tuple(sorted(data.draw(st.lists(st.floats(0, 1), min_size=k, max_size=k)), reverse=True))
     target = load_target(None, spec.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
     requests, found, varied = data.draw(requests_for(spec)), [], []
+    plain, _, _ = serve(without_speculation(planned(spec, REGISTRY), REGISTRY), target, None, requests)
+    answers = {request.name: request.prompt + plain[request.name] for request in requests}
     for roles in ((), (Role.TARGET,), (Role.TARGET, Role.DRAFT_PREFILL)):
         plan = planned(replace(spec, speculative=replace(spec.speculative, varying_decodes=roles)), REGISTRY)
         varied.append(any(entry.max_query_len for role in plan.roles for entry in role.entries))
         drafter = drafter_of(plan, target, kind, seed=3)
-        plain, _, _ = serve(without_speculation(plan, REGISTRY), target, None, requests)
-        answers = {request.name: request.prompt + plain[request.name] for request in requests}
         options = {"drafts_on_device": device, "poison": poison, "proposals": rates}
         tokens, accepted, _ = serve(plan, target, drafter, requests, answers, **options)
         eager = serve(without_graphs(plan), target, drafter, requests, answers, proposals=rates)

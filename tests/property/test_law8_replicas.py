@@ -26,7 +26,7 @@ from support.rank_threads import on_ranks, replicas_of
 from support.worlds import CPU, INSTALLED, World, requests_of, spec_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
+FEW = settings(max_examples=max(settings.default.max_examples // 4, 2))
 
 
 class AcrossWatcher(ForwardObserver):

@@ -28,7 +28,8 @@ from support.rank_threads import on_ranks, replicas_of
 from support.worlds import bits, caches_of, requests_of, serve, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
+HALF = settings(max_examples=max(settings.default.max_examples // 2, 3))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 2))
 GRAPHS = worlds([mode for mode in GraphMode if mode is not GraphMode.NONE])
 AMPLE = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 40, seconds_per_minute=1e9)
 SEEDS = st.integers(0, 1 << 16)
@@ -160,6 +161,7 @@ def pool_bytes(runner):
     return sum(pool.memory for pool in {id(run.graphs.pool): run.graphs.pool for run in runner.roles.values()}.values())
 
 
+@HALF
 @given(st.data(), st.sampled_from((0, 1, 1 << 10, 1 << 14, 1 << 16)) | st.integers(0, 1 << 18), SEEDS, st.booleans())
 def test_memory_is_passed_by_one_attempt_at_most_and_nothing_is_tried_after_it(data, memory, seed, hoards):
     """What a refused graph added is given back, where the pool can; what it cannot give back ends the attempts."""
@@ -198,6 +200,7 @@ def wanted(batch, forwards, plan):
     return Counter() if best == now else Counter({(batch.role, best): forwards})
 
 
+@HALF
 @given(lazy_worlds(chosen=[True]), SEEDS, st.booleans(), st.booleans())
 def test_each_forward_that_runs_asks_once(world, seed, ahead, on_device):
     """A step that is scheduled anew, or only looked up, asks for nothing."""

@@ -139,7 +139,7 @@ def drawn(data, kind):
     return deployment, requests, plain, {request.name: request.prompt + plain[request.name] for request in requests}
 
 
-@settings(max_examples=max(settings.default.max_examples * 3 // 4, 4))
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(data=st.data(), kind=st.sampled_from(("random", "copy", "chance")), poison=st.booleans())
 def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
     """Any schedule of drafts, requests that come and end meanwhile by length or stop token, sizes without a graph."""
@@ -149,7 +149,7 @@ def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
     event(f"ahead: {found.ahead > 1}, rejected: {found.rejected > 0}")
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 3))
+@settings(max_examples=max(settings.default.max_examples // 3, 2))
 @given(data=st.data(), kind=st.sampled_from(("copy", "chance")))
 def test_rows_that_are_kept_belong_to_the_places_that_the_device_computed(data, kind):
     """As ``run --check tokens`` compares them: the host knows places of a step ahead only once the last one is read."""
@@ -199,7 +199,7 @@ def drafting(k):
     return plan, *models(plan)
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 3))
+@settings(max_examples=max(settings.default.max_examples // 3, 2))
 @given(data=st.data(), k=st.sampled_from((1, 3)), seed=st.integers(0, 9))
 def test_synthetic_acceptance_is_drawn_for_the_place_where_a_step_begins(data, k, seed):
     """Drafts are then output, so that one that is accepted elsewhere shows."""

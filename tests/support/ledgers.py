@@ -1,5 +1,6 @@
 """Strategies for the reports of runs: of any plan, of any length, also of runs that were stopped."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ from capture_planner_runner.ledger.rows import CacheMemory, Forward, GraphCaptur
 from capture_planner_runner.ledger.session import RunReport
 from capture_planner_runner.numerics.record import Comparison, Difference, FieldSnapshot, LargestError
 
-LOCKED = {
-    path.stem: codec.load_plan(path) for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
-}
+LOCKED = {path.stem: path for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))}
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "[/bold]", "$\\frac{1}{0}$", "\udc80")
 
 names = st.sampled_from(HOSTILE) | st.text(min_size=1, max_size=12)
 # A clock ticks in nanoseconds.
 times = st.sampled_from((0.0, 1e-9, 0.5)) | st.floats(1e-9, 1e4)
 counts = st.sampled_from((0, 1)) | st.integers(0, 1 << 40)
+
+
+@functools.cache
+def locked_plan(name):
+    """Return a locked plan, which is read once."""
+    return codec.load_plan(LOCKED[name])
 
 
 @st.composite
@@ -249,7 +254,7 @@ class PrintableReport(RunReport):
 @st.composite
 def reports(draw):
     """Any report, the degenerate ones included: no capture, no step, no request, no drafter."""
-    locked = LOCKED[draw(st.sampled_from(sorted(LOCKED)))]
+    locked = locked_plan(draw(st.sampled_from(sorted(LOCKED))))
     # Drawing a plan takes longer than all the rest; the locked ones are of every kind but strange.
     plan = locked if draw(st.integers(0, 4)) else draw(plans(max_reqs=64) | arbitrary_plans())
     plan = lazy(plan) if draw(st.booleans()) else plan

@@ -170,7 +170,7 @@ def world_of(
 @st.composite
 def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> World:
     """Any mode and pool, both kinds of draft decode, graphs of a few sizes that leave much padding."""
-    num_reqs, num_tokens = draw(st.integers(2, 6)), draw(st.integers(8, 32))
+    num_reqs, num_tokens = draw(st.integers(2, 5)), draw(st.integers(8, 32))
     k = draw(st.integers(0, 4))
     schedule: Any = ()
     if k > 1 and draw(st.booleans()):
@@ -216,7 +216,7 @@ def requests_of(world: World, seed: int) -> tuple[Request, ...]:
     for wave in range(2):
         for index in range(most):
             stays = wave == 0 and index == 0
-            output = 12 if stays else int(random.integers(1, 4))
+            output = 8 if stays else int(random.integers(1, 4))
             prompt = random.integers(0, VOCABULARY, int(random.integers(1, LONGEST - output + 1)))
             found.append(
                 Request(

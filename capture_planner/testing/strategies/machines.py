@@ -139,10 +139,21 @@ def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
 @composite
 def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
     """Return registries with one backend of each name."""
-    return Registry(
-        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(VERSIONS))
-        for name in names
-    )
+    return Registry(_registered(draw(backends(name)), draw(VERSIONS)) for name in names)
+
+
+def _registered(backend: FakeBackend, version: str) -> RegisteredBackend:
+    return RegisteredBackend(backend=backend, distribution=f"dist-{backend.name}", version=version)
+
+
+_ALWAYS = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="it is not asked"))
+_UNUSED = {name: _registered(FakeBackend(name=name, supports=_ALWAYS), "1") for name in BACKENDS}
+
+
+def _named(spec: Spec) -> tuple[str, ...]:
+    """Return the names of the backends that a spec chooses: no other one is asked."""
+    chosen = [each.backend for role in Role for each in (spec.roles.of(role), *spec.roles.of(role).groups)]
+    return tuple(sorted({spec.backend, *(name for name in chosen if name is not None)}))
 
 
 @attrs.frozen(kw_only=True)
@@ -180,8 +191,9 @@ def deployments(
     each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=scheduled, varying=varying)
     # Filtered before the rest is drawn, which takes most of the time.
     spec = draw(each if where is None else each.filter(where))
+    environment, drawn = draw(environments()), draw(registries(_named(spec)))
     # The registry has every name that a spec can choose, so no plan fails for a missing backend.
-    environment, registry = draw(environments()), draw(registries())
+    registry = Registry((_UNUSED | dict(drawn)).values())
     is_measured = spec.sizes.policy is Policy.MEASURED or (
         spec.speculative is not None and spec.speculative.is_measured
     )

@@ -11,7 +11,7 @@ Any other program calls it, here with a few small scenes::
 
     from capture_planner_conformance import SearchProfile, SuiteOptions, conform, under_test
 
-    few = SearchProfile(name="few", examples=5, steps=5)
+    few = SearchProfile(name="few", examples=2, steps=4)
     result = conform(under_test("reference"), SuiteOptions(profile=few, audits=False))
     assert result.passed, result.failures
 

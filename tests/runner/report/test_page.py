@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 def run_of(name, *, steps=0, requests=0, captured=True, **changes):
     """A run of a locked plan whose batches grow and shrink, with a prompt now and then."""
-    plan = ledgers.LOCKED[name]
+    plan = ledgers.locked_plan(name)
     dispatcher, most = Dispatcher(plan), plan.limits.max_num_reqs
     graphs = [(role.role, entry) for role in plan.roles for entry in role.entries] if captured else []
     forwards, taken, drafts = [], [], plan.speculative is not None

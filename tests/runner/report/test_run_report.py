@@ -37,7 +37,7 @@ from support import ledgers
 
 REPORTS = ledgers.reports()
 EMPTY = RunReport(
-    plan=ledgers.LOCKED["tiny-reference-cpu.cpu"],
+    plan=ledgers.locked_plan("tiny-reference-cpu.cpu"),
     model="m",
     backends={},
     host={},
@@ -261,7 +261,7 @@ def test_the_graphs_that_took_most_memory_are_listed(report):
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
 def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
     """It is no part of what the captures took; one without readings, such as one that was not tried, is passed over."""
-    plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
+    plan = ledgers.locked_plan("tiny-reference-cpu.cpu")
     role = plan.roles[0]
     at = Reading(used=used, held=0)
     graph = GraphCapture(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))

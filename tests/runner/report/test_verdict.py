@@ -149,7 +149,7 @@ def test_a_run_without_graphs_is_told_from_a_plan_without_them(report, reason):
 @given(st.integers(1, 8), st.sampled_from((2, 6, 9, 20, 60)), st.sampled_from((None, *Wait)))
 def test_more_requests_are_wanted_only_where_they_fit(most, drafts, wait):
     """Where so many decodes fill a step, or requests have places and no turn, more requests change nothing."""
-    plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
+    plan = ledgers.locked_plan("tiny-reference-cpu.cpu")
     role, limits = plan.roles[0], plan.limits
     plan = attrs.evolve(plan, speculative=attrs.evolve(plan.speculative, num_tokens=drafts), roles=())
     captured = GraphCapture(role=role.role, entry=role.entries[0], seconds=0.1, memory=1, alone=1)
