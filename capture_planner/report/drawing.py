@@ -74,7 +74,8 @@ def svg(plot: Plot, name: str) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         # `savefig` would draw it twice: first to lay out what is laid out.
-        FigureCanvasSVG(drawing).print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        canvas: Any = FigureCanvasSVG(drawing)
+        canvas.print_svg(buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     # An XML declaration and a doctype cannot be inside a page.
     text = text[text.index("<svg") :]
@@ -90,7 +91,7 @@ def figure(plot: Plot) -> Figure:
     """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
     height = _bars_height(plot) if plot.has_bars else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
-    figure = Figure(figsize=(_WIDTH, height), dpi=72, layout="none")
+    figure = Figure(figsize=(_WIDTH, height), dpi=72)
     figure.patch.set_visible(False)
     axes = figure.subplots()
     axes.patch.set_visible(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -136,13 +137,17 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
     def conform(on: Any, choices: Any, *progress: Any) -> Any:
         asked.append(choices)
         few = conformance.SearchProfile(name="few", examples=1, steps=2)
-        return healthy(on, attrs.evolve(choices, profile=few, audits=False, drafts=(0,), max_reqs=2), *progress)
+        small = {"profile": few, "audits": False, "drafts": (0,), "max_reqs": 2, "jobs": 1}
+        return healthy(on, attrs.evolve(choices, **small), *progress)
 
     monkeypatch.setattr(importlib.import_module("capture_planner_conformance.cli.suite"), "conform", conform)
-    for arguments in ((), ("--thorough",), ("--profile", "thorough"), ("--shrink", "--no-shrink", "--no-audits")):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    others = ("--shrink", "--no-shrink", "--no-audits", "-j", "3")
+    for arguments in ((), ("--thorough",), ("--profile", "thorough"), others):
         assert run("reference", *ONE, *arguments).code == 0
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert [(choices.audits, choices.shrink) for choices in asked] == [*[(True, True)] * 3, (False, False)]
+    assert [choices.jobs for choices in asked] == [8, 8, 8, 3]
 
 
 # Findings --------------------------------------------------------------------------------------

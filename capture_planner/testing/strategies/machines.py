@@ -152,7 +152,8 @@ _UNUSED = {name: _registered(FakeBackend(name=name, supports=_ALWAYS), "1") for 
 
 def _named(spec: Spec) -> tuple[str, ...]:
     """Return the names of the backends that a spec chooses: no other one is asked."""
-    chosen = [each.backend for role in Role for each in (spec.roles.of(role), *spec.roles.of(role).groups)]
+    roles = [spec.roles.of(role) for role in Role]
+    chosen = {each.backend for each in roles} | {group.backend for each in roles for group in each.groups}
     return tuple(sorted({spec.backend, *(name for name in chosen if name is not None)}))
 
 

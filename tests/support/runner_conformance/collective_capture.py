@@ -154,8 +154,8 @@ def check_capture(seed: int, sessions: int = 3) -> str | None:
     except Violation as violation:
         return violation.failure.message
     except hypothesis.errors.FlakyFailure as flaky:
-        found, _ = flaky.split(Violation)
-        if found is None:
+        found = [each for each in flaky.exceptions if isinstance(each, Violation)]
+        if not found:
             raise
-        return found.exceptions[0].failure.message
+        return found[0].failure.message
     return None
