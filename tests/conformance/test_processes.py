@@ -1,9 +1,12 @@
 """Several processes find, count and report what one does."""
 
+import signal
+
 import attrs
 import pytest
 from hypothesis import settings
 
+from capture_planner.errors import RunError
 from capture_planner_conformance import SearchProfile, SuiteOptions, conform, under_test
 from capture_planner_conformance.audits import audit
 from capture_planner_conformance.processes import workers
@@ -43,3 +46,9 @@ def test_attacks_are_those_of_one_process() -> None:
         found = audit(subject, SHAPES, fields=fields, each=each)
     assert found == audit(subject, SHAPES, fields=fields)
     assert any(result.matters for result in found)
+
+
+def test_a_killed_process_ends_the_run_with_a_way_on():
+    """As the kernel does where memory ends."""
+    with pytest.raises(RunError, match=r"a process of the suite was killed.*fewer jobs"), workers(2) as each:
+        list(each(signal.raise_signal, [signal.SIGKILL]))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
+
+from capture_planner.errors import RunError
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 """As ``map``: the results of a function for each of some values, in their order."""
@@ -19,7 +22,7 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 def workers(jobs: int) -> Iterator[Each]:
     """Give ``map``, or for several jobs one whose function runs in as many processes.
 
-    Leaving waits for what runs, and begins nothing more.
+    Leaving waits for what runs, and begins nothing more. Raises ``RunError`` where a process was killed.
     """
     if jobs == 1:
         yield map
@@ -29,6 +32,11 @@ def workers(jobs: int) -> Iterator[Each]:
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start, started)
     try:
         yield pool.map
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process of the suite was killed, perhaps for lack of memory; give fewer jobs: with 1, the crash of a "
+            "kernel shows its place"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
