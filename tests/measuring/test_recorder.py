@@ -240,7 +240,7 @@ while True:
 
 def test_killed_process_loses_at_most_one_interval(tmp_path: Path) -> None:
     """SIGKILL at any moment: the file is whole, and has every step that is older than the interval and one write."""
-    every, grace = 0.1, 1.0
+    every, grace = 0.1, 2.0
     process = serve(tmp_path, every, COUNT_ON)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

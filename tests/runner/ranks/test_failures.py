@@ -26,7 +26,7 @@ from support.forks import Fork, fork, free_port, wait
 
 PATIENT = WaitLimits(beat=0.1, silence=30.0, grace=5.0, start=30.0, parting=20.0)
 """Dozens of processes share the cores of the machine: a healthy rank may not get one for seconds."""
-HASTY = attrs.evolve(PATIENT, silence=3.0, grace=2.0, start=4.0)
+HASTY = attrs.evolve(PATIENT, silence=4.0, grace=2.0, start=6.0)
 """Where time itself is the cause."""
 LONGEST = 60.0
 """Seconds until a deployment that has not ended fails its test: far more than any of them takes on an idle machine."""
@@ -70,20 +70,20 @@ CASES = {
     "out of memory at capture": Case(
         does=run_out, at="exchange", says="ended: OutOfMemoryError: out of memory at capture 1 of 2"
     ),
-    "stopped in a step": Case(does=stop, says="has not answered for 3 s", culprit=None, limits=HASTY),
+    "stopped in a step": Case(does=stop, says="has not answered for 4 s", culprit=None, limits=HASTY),
     "stopped in a collective of the model": Case(
-        does=stop, at="collective", says="has not answered for 3 s", culprit=None, limits=HASTY
+        does=stop, at="collective", says="has not answered for 4 s", culprit=None, limits=HASTY
     ),
     "never started": Case(
-        at="never", says="rank 1 of 3 has not started within 4 s of the others", culprit=None, limits=HASTY
+        at="never", says="rank 1 of 3 has not started within 6 s of the others", culprit=None, limits=HASTY
     ),
     "another plan": Case(at="plan", says="plan: 1 on ranks 0, 2 (", culprit=1),
     "slow": Case(does=lambda: sleep(0.5), at="exchange", code=0, culprit=0),
     "too slow": Case(
         does=lambda: sleep(60.0),
         at="exchange",
-        says="answers, but has not come to 'capture 2' within 3 s (--rank-timeout), and is at 'capture 1'",
-        limits=attrs.evolve(HASTY, slow=3.0),
+        says="answers, but has not come to 'capture 2' within 4 s (--rank-timeout), and is at 'capture 1'",
+        limits=attrs.evolve(HASTY, slow=4.0),
     ),
     "at another point": Case(at="topic", says="ranks are at different points: "),
     "interrupted": Case(does=interrupt, code=130, culprit=130),
