@@ -404,10 +404,9 @@ NEXTN = ("--model-path", "Qwen/Qwen3-8B", "--speculative-algorithm", "NGRAM", "-
 def test_fixes_are_one_line_that_was_proved(call: Run, command: tuple[str, ...]) -> None:
     """What ``check`` then finds of it is what it said to be left; text counts what it shows."""
     together = call("check", "--engine", *command, *H100, "--format", "json").document(2)["together"]
-    if command[0] == "sglang":
-        ran = call("check", "--engine", *command, *H100)
-        assert ran.out.rstrip().endswith(f": {ran.out.count('  fix: ')} findings")
-        assert shlex.join(together["command"]) in ran.out
+    ran = call("check", "--engine", *command, *H100)
+    assert ran.out.rstrip().endswith(f": {ran.out.count('  fix: ')} findings")
+    assert shlex.join(together["command"]) in ran.out
     again = json.loads(call("check", "--engine", command[0], *together["command"], *H100, "--format", "json").out)
     assert sorted({each["code"] for each in again["findings"]}) == together["left"]
     assert again["together"] is None

@@ -6,6 +6,7 @@ import attrs
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
@@ -87,7 +88,14 @@ def test_a_seed_draws_the_same_whatever_was_imported(tmp_path, monkeypatch):
             draw()
         return found
 
+    def failing():
+        providers.CONSTANTS_CACHE["integer", "any"] = ((), ())
+        raise KeyError
+
     before = drawn()
+    with pytest.raises(KeyError), suite.without_local_constants():
+        failing()
+    assert not providers.CONSTANTS_CACHE.cache  # a search that fails leaves none that lacks local ones
     (tmp_path / "numbers.py").write_text(f"NUMBERS = {list(range(1000, 1400))}", "utf-8")
     monkeypatch.setitem(sys.modules, "local_numbers", module_at(tmp_path / "numbers.py"))
     assert drawn() == before

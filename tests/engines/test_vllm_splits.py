@@ -36,7 +36,7 @@ def under(plan):
     with vllm_modules() as modules, pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "current_plan", lambda: plan)
         patch.setattr(hooks, "decisions", {})
-        patch.setattr(splits.FULL_GRAPHS, "tokens", 0)
+        patch.setattr(splits.FULL_GRAPHS, "tokens", None)
         backend = attention()
         hooks.apply_to_config(modules[hooks.CONFIG])
         hooks.apply_to_managers(modules[MANAGERS])
@@ -58,6 +58,7 @@ def test_full_graphs_alone_have_the_bound(plan, own, random):
     with under(plan) as (builder, make), pytest.MonkeyPatch.context() as patch:
         patch.setattr(splits, "OWN_BOUND", own)
         largest, captured = builder.max_cudagraph_size, {0}
+        assert splits_of(builder, largest) == BOUND  # as by itself, until a manager says which graphs are full
         for role in random.sample([*plan.planned, *plan.planned], 2 * len(plan.planned)):
             captured |= {desc.num_tokens for desc in make(role)._capture_descs.get(CUDAGraphMode.FULL, ())}
             expected = min(largest or 0, max(own, *captured))
@@ -76,6 +77,16 @@ def test_a_trial_of_a_full_graph_has_the_bound(plan, mode, tokens):
         with trials.set_aside(SimpleNamespace(), descriptor, iter([builder])):
             assert splits_of(builder, tokens) == (BOUND if mode is CUDAGraphMode.FULL else before)
         assert splits_of(builder, tokens) == before
+
+
+@given(random_plans())
+def test_where_the_full_graphs_are_not_known_the_bound_is_vllms(plan):
+    """Of a runner without managers, and of a manager whose tables have another name."""
+    with under(plan) as (builder, make):
+        make(plan.planned[0])
+        splits.FULL_GRAPHS.add(SimpleNamespace())
+        assert splits_of(builder, builder.max_cudagraph_size) == BOUND
+        assert splits_of(builder, builder.max_cudagraph_size + 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,16 @@ class Log:
         """Add what another process logged, scene by scene for who watches."""
         for _ in range(part.examples):
             self.begin()
-        for name in ("steps", "forwards", "features"):
-            getattr(self, name).update(getattr(part, name))
+        self.steps.update(part.steps)
+        self.forwards.update(part.forwards)
+        self.features.update(part.features)
         self.most_steps = max(self.most_steps, part.most_steps)
         self.violation = part.violation
         self._add(part)
 
     def _add(self, other: Watch | Log) -> None:
-        self.largest = tuple(map(max, self.largest, other.largest))  # type: ignore[assignment]
+        (reqs, tokens), (more_reqs, more_tokens) = self.largest, other.largest
+        self.largest = max(reqs, more_reqs), max(tokens, more_tokens)
         self.padded += other.padded
         self.longest, self.pages = max(self.longest, other.longest), max(self.pages, other.pages)
 

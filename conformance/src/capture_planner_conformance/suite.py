@@ -282,11 +282,13 @@ def without_local_constants() -> Iterator[None]:
         yield
         return
     constants = providers.Constants()
-    with mock.patch.object(providers, "_get_local_constants", lambda: constants):
-        # It holds which constants fit, and knows nothing of the change.
-        providers.CONSTANTS_CACHE.cache.clear()
-        yield
+    # The cache holds which constants fit, and knows nothing of the change.
     providers.CONSTANTS_CACHE.cache.clear()
+    try:
+        with mock.patch.object(providers, "_get_local_constants", lambda: constants):
+            yield
+    finally:
+        providers.CONSTANTS_CACHE.cache.clear()
 
 
 # Declarations, which need no torch: the answers must not depend on when they are asked for.

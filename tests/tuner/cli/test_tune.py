@@ -62,7 +62,8 @@ _MADE: list[Any] = []
 @pytest.fixture
 def document(call: Run, files: None) -> Any:
     """Return the JSON of the command line and the files that most tests have; it is made once."""
-    _MADE[:] = _MADE or [tuned(call, *FLAGS, *LOAD)]
+    if not _MADE:
+        _MADE.append(tuned(call, *FLAGS, *LOAD))
     return _MADE[0]
 
 

@@ -127,7 +127,7 @@ def test_plans_by_costs_of_another_device_say_so(call: Run) -> None:
     says = "note: the costs of profile.yaml were measured on NVIDIA H200, and this is NVIDIA H100 80GB HBM3"
     for command in ("plan", "show", "check"):
         assert says in call(command, "tuned/spec.yaml", "-e", "h100").err
-    assert "the costs of" not in call("plan", "tuned/spec.yaml", "-e", "h200").err
+        assert "the costs of" not in call(command, "tuned/spec.yaml", "-e", "h200").err
 
 
 def test_command_lines_without_an_engine_say_what_lacks(call: Run) -> None:

@@ -336,7 +336,7 @@ def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch],
 
 
 def _fit_overheads(steps: Sequence[ServedStep]) -> tuple[float, Mapping[Kind, float]]:
-    """Return the milliseconds per request, and those of a step apart from its requests, by kind."""
+    """Return the milliseconds per request and, by kind, the remaining milliseconds per step."""
     by_kind = grouped(steps, lambda step: step.kind)
     slope = _slope(by_kind.values())
     return slope, {

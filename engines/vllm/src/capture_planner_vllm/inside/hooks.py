@@ -9,7 +9,7 @@ Five places of vLLM 0.33, all of model runner V2 and each checked before it is t
   ``__init__``, which alone fills the tables that ``capture`` and ``dispatch`` read.
 - ``CudaGraphManager.capture``: a graph that is larger than the first one is warmed up before it, so that the buffers
   that vLLM allocates then have room for every graph (``buffers``).
-- ``FlashAttentionMetadataBuilder.build``: its bound on splits is that of the full graphs (``splits``).
+- ``FlashAttentionMetadataBuilder.build``: splits are bounded up to the largest full graph only (``splits``).
 - ``SpeculatorCudaGraphManager.capture``: with dynamic draft lengths vLLM multiplies every graph by every length
   there; the plan has named the lengths already.
 
@@ -43,7 +43,14 @@ from capture_planner_vllm.inside.buffers import largest_first
 from capture_planner_vllm.inside.chains import with_planned_chains
 from capture_planner_vllm.inside.log import ModeReasons, report
 from capture_planner_vllm.inside.observe_seams import DRAFTERS, MANAGERS
-from capture_planner_vllm.inside.seam import after_import, log_with, name_problems, parameter_problems, wrap
+from capture_planner_vllm.inside.seam import (
+    after_import,
+    log_with,
+    method_problems,
+    name_problems,
+    parameter_problems,
+    wrap,
+)
 from capture_planner_vllm.inside.splits import BACKEND, FULL_GRAPHS, bound_splits
 
 CONFIG = "vllm.config.vllm"
@@ -126,17 +133,12 @@ def explain_failed_start(module: ModuleType) -> None:
 
 def apply_to_config(module: ModuleType) -> None:
     """Give vLLM's configuration the plan's sizes."""
-    owner = getattr(module, "VllmConfig", None)
-    problems = (
-        [f"{CONFIG} has no VllmConfig"]
-        if owner is None
-        else [*parameter_problems(owner, "_set_cudagraph_sizes", {"self"}, {"self"})]
-    )
+    problems = [*method_problems(module, "VllmConfig", "_set_cudagraph_sizes", {"self"}, {"self"})]
     if problems:
         # The managers still refuse a bound that is too low, with the flag to give.
         report(logging.WARNING, [f"capture sizes stay vLLM's own: {problem}" for problem in problems])
         return
-    wrap(owner, "_set_cudagraph_sizes", _with_plan_sizes)
+    wrap(module.VllmConfig, "_set_cudagraph_sizes", _with_plan_sizes)
 
 
 def _with_plan_sizes(original: Callable[[Any], None]) -> Callable[[Any], None]:

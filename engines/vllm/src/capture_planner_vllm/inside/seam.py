@@ -103,6 +103,17 @@ def parameter_problems(owner: Any, name: str, required: Collection[str], known: 
     yield from name_problems(f"{owner.__name__}.{name}", names, required, known)
 
 
+def method_problems(
+    module: ModuleType, owner: str, name: str, required: Collection[str], known: Collection[str]
+) -> Iterator[str]:
+    """Yield where a method of a module's class is not as expected; also where there is no such class."""
+    found = getattr(module, owner, None)
+    if found is None:
+        yield f"{module.__name__} has no {owner}"
+        return
+    yield from parameter_problems(found, name, required, known)
+
+
 def name_problems(
     subject: str, names: Collection[str], required: Collection[str], known: Collection[str]
 ) -> Iterator[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ import attrs
 
 from capture_planner.modes import GraphMode
 from capture_planner_vllm.inside.log import report
-from capture_planner_vllm.inside.seam import parameter_problems, wrap
+from capture_planner_vllm.inside.seam import method_problems, wrap
 
 BACKEND = "vllm.v1.attention.backends.flash_attn"
 
@@ -34,13 +35,17 @@ _REQUIRED = {"self", "common_prefix_len", "common_attn_metadata"}
 class FullGraphs:
     """The largest full graph of all managers that were made in this process."""
 
-    tokens: int = 0
-    """It never shrinks: a graph that is captured under the bound is replayed under it."""
+    tokens: int | None = None
+    """It never shrinks: a graph that is captured under the bound is replayed under it. None: no manager was seen."""
 
     def add(self, manager: Any) -> None:
         """Count the full graphs in a manager's tables, the plan's or vLLM's own."""
-        full = [descs for mode, descs in manager._capture_descs.items() if mode.name == GraphMode.FULL.name]
-        self.tokens = max([self.tokens, *(desc.num_tokens for descs in full for desc in descs)])
+        tables = getattr(manager, "_capture_descs", None)
+        if tables is None:
+            self.tokens = sys.maxsize  # its graphs may be of any size
+            return
+        full = [descs for mode, descs in tables.items() if mode.name == GraphMode.FULL.name]
+        self.tokens = max([self.tokens or 0, *(desc.num_tokens for descs in full for desc in descs)])
 
 
 FULL_GRAPHS = FullGraphs()
@@ -48,29 +53,26 @@ FULL_GRAPHS = FullGraphs()
 
 def bound_splits(module: ModuleType) -> None:
     """Let FlashAttention's builder bound the splits of batches up to the largest full graph, and of no larger ones."""
-    owner = getattr(module, "FlashAttentionMetadataBuilder", None)
-    problems = (
-        [f"{BACKEND} has no FlashAttentionMetadataBuilder"]
-        if owner is None
-        else [*parameter_problems(owner, "build", _REQUIRED, {*_REQUIRED, "fast_build"})]
-    )
+    known = {*_REQUIRED, "fast_build"}
+    problems = [*method_problems(module, "FlashAttentionMetadataBuilder", "build", _REQUIRED, known)]
     if problems:
         lines = [
             f"attention of every batch up to the largest graph keeps room for 32 splits: {each}" for each in problems
         ]
         report(logging.WARNING, lines)
         return
-    wrap(owner, "build", _bounded)
+    wrap(module.FlashAttentionMetadataBuilder, "build", _bounded)
 
 
 def _bounded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        own = builder.max_cudagraph_size
-        if own is None:
+        own, full = getattr(builder, "max_cudagraph_size", None), FULL_GRAPHS.tokens
+        # Model runner V1, and managers of a release that is not known, capture full graphs that nobody counted.
+        if own is None or full is None:
             return original(builder, *args, **kwargs)
         # At every batch: builders are made before the managers whose graphs count, and trials raise the bound.
-        builder.max_cudagraph_size = min(own, max(FULL_GRAPHS.tokens, OWN_BOUND))
+        builder.max_cudagraph_size = min(own, max(full, OWN_BOUND))
         try:
             return original(builder, *args, **kwargs)
         finally:

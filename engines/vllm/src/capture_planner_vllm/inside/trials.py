@@ -282,7 +282,7 @@ def set_aside(manager: Any, descriptor: Any, builders: Iterator[Any]) -> Iterato
         if counter is not None:
             put(counter, "num_cudagraph_captured", counter.num_cudagraph_captured)
         if descriptor.cg_mode.name == GraphMode.FULL.name:
-            put(FULL_GRAPHS, "tokens", max(FULL_GRAPHS.tokens, descriptor.num_tokens))
+            put(FULL_GRAPHS, "tokens", max(FULL_GRAPHS.tokens or 0, descriptor.num_tokens))
             for builder in builders:
                 if getattr(builder, "max_cudagraph_size", None) is not None:
                     put(builder, "max_cudagraph_size", max(builder.max_cudagraph_size, descriptor.num_tokens))
