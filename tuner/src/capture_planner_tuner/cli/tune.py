@@ -162,10 +162,10 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     """Choose capture sizes by traffic and a profile, and compare them with what is captured today.
 
     Today is what an engine captures by itself with these flags, what it captured where it was observed, or the plan
-    of SPEC as it is written. Proposed is the measured table with the fewest graphs that is about as fast as any within
-    the bounds, of which check does not warn, and with which no decode loses a full graph. Without bounds, it takes
-    what today's graphs take, or up to 5% of the device's memory where that saves more than 2% of a step. Sizes are
-    chosen by the first two thirds of the traffic, and both sides are judged on the last third.
+    of SPEC as it is written. Proposed is the fastest measured table within the bounds, each graph at the price of 0.1%
+    of a step, of which check does not warn, and with which no decode loses a full graph. Without bounds, it takes what
+    today's graphs take, or up to 5% of the device's memory where that saves more than 2% of a step. Sizes are chosen by
+    the first two thirds of the traffic, and both sides are judged on the last third.
 
     Of an observation with costs (CAPTURE_PLANNER_PROFILE=1), those are taken, and the figures can be promised. By
     any other profile than one of this deployment the answer is an estimate, and takes no graph away.

@@ -379,10 +379,13 @@ def _worse_lines(tuning: Tuning) -> Iterator[str]:
 
 
 def _pareto(result: TuneResult) -> Section | None:
-    points = result.tuning.pareto
+    tuning, points = result.tuning, list(result.tuning.pareto)
     if not points:
         return None
-    objective = result.tuning.objective
+    # The steps that judge may rank a table of fewer graphs higher: what is proposed is listed all the same.
+    if tuning.plan and tuning.proposed and not any(_is_proposed(each, tuning) for each in points):
+        points.append(ParetoPoint(tuning.proposed, within=True))
+    objective = tuning.objective
     rows = [
         (
             f"{point.side.graphs:,}",
@@ -390,9 +393,9 @@ def _pareto(result: TuneResult) -> Section | None:
             milliseconds(point.side.mean_step_ms),
             f"{point.side.memory_mib:,.0f}",
             f"{point.side.seconds:.1f}",
-            "proposed" if _is_proposed(point, result.tuning) else "" if point.within else "beyond the bounds",
+            "proposed" if _is_proposed(point, tuning) else "" if point.within else "beyond the bounds",
         )
-        for point in points
+        for point in sorted(points, key=lambda each: each.side.graphs)
     ]
     own = {"mean": (), "token": ("between outputs",), "regret": ("at worst",)}.get(objective, (subject_of(objective),))
     columns = ("graphs", *own, "mean step", "MiB", "s", "")

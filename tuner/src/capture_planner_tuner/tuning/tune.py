@@ -208,11 +208,10 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, evidence: Evidence) ->
     return replace(spec, sizes=target, roles=Roles(target=spec.roles.target, **roles), budget=budget)
 
 
-TOLERANCE = 0.01
-"""Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs.
+GRAPH = 0.001
+"""Price of a graph, as a share of a step: more graphs are proposed only if each takes that much time off.
 
-A finer table costs memory, which is KV cache, for a gain that no measurement shows. With 0.025 a list by hand of four
-times the graphs served 2 to 4 % more tokens (H200, the shapes of Qwen3-8B and Qwen3-30B-A3B with three drafts).
+A finer table costs memory, which is KV cache, and start-up, for a gain that soon no measurement shows.
 """
 
 MORE = 0.01
@@ -401,8 +400,13 @@ class TableSearch:
         if not tier.hold(each.chosen):
             return False
         # Where today exceeds the bounds it is no choice, and a slower table may be the best there is.
-        if tier.hold(self.past) and (is_slower(self.past, each.chosen) or is_slower(self.before, self.judged(each))):
-            return False
+        if tier.hold(self.past):
+            if is_slower(self.past, each.chosen) or is_slower(self.before, self.judged(each)):
+                return False
+            # Each tuning of a table that gains nothing would give a little more of another load away.
+            gains = each.chosen.objective < self.past.objective * (1 - MORE)
+            if not gains and self.shift_of(each).gain < -1e-9:
+                return False
         obstacles = self.obstacles(each)
         self.refused += [says for says in obstacles if says not in self.refused]
         return not obstacles
@@ -423,9 +427,9 @@ class TableSearch:
             except BudgetError as error:
                 errors.append(error)
                 continue
-            # The first bounds are today's own and need no gain. Wider ones have to pay for what they take, also by a
-            # table of few graphs, which may be slower than their best.
-            enough = tier is tiers[0] or top.chosen.objective < least * (1 - MORE - TOLERANCE)
+            # The first bounds are today's own and need no gain. Wider ones have to pay for what they take twice, as a
+            # table whose graphs are worth their price is slower than their best.
+            enough = tier is tiers[0] or top.chosen.objective < least * (1 - 2 * MORE)
             if enough and self._is_admissible(top, tier):
                 best, least = tier, min(least, top.chosen.objective)
         # Some bounds may be too small for any table; only if all are is that the answer.
@@ -434,41 +438,37 @@ class TableSearch:
         return best
 
     def selected(self, tier: TuningBounds) -> Candidate | None:
-        """Return the table with the fewest graphs that is nearly the best within bounds; None: none is admissible.
+        """Return the table within bounds whose graphs are worth their price; None: none is admissible.
 
-        Of those whose objective is near, the mean step decides: a few slow steps say nothing of all others. Between the
-        numbers of graphs that were tried it searches on, down to steps of an eighth.
+        A table costs as much as its steps take longer, by the objective or in the mean: a few slow steps say nothing of
+        all others. Each graph adds ``GRAPH`` to that. Around the best of the numbers of graphs that were tried it
+        searches on, down to steps of an eighth.
         """
-        tried = list(self._halved(self.most(tier), tier))
-        good = [each for each in tried if self._is_admissible(each, tier)]
+        good = [each for each in self._halved(self.most(tier), tier) if self._is_admissible(each, tier)]
         if not good:
             return None
         # A few graphs may serve this traffic, and leave other loads far from what they could be.
         steady = any(each.plan.is_steady for each in good)
         good = [each for each in good if each.plan.is_steady or not steady]
-        most = min(each.chosen.objective for each in good) * (1 + TOLERANCE)
-        mean = min(each.chosen.mean_step_ms for each in good if each.chosen.objective <= most) * (1 + TOLERANCE)
+        least, mean = min(each.chosen.objective for each in good), min(each.chosen.mean_step_ms for each in good)
 
-        def is_near(each: Candidate) -> bool:
-            near = each.chosen.objective <= most and each.chosen.mean_step_ms <= mean
-            near = near and (each.plan.is_steady or not steady)
-            return near and self._is_admissible(each, tier)
+        def cost(each: Candidate) -> float:
+            longer = max(each.chosen.objective / least, each.chosen.mean_step_ms / mean)
+            return longer * (1 + GRAPH * each.plan.num_graphs)
 
-        selected = min(filter(is_near, good), key=lambda each: each.plan.num_graphs)
-        many = selected.reach
-        few_graphs = max((each.allowed for each in tried if each.allowed < many), default=0)
-        # Each table takes a plan and a judgement, so the search ends at an eighth.
-        while many - few_graphs > max(1, many // 8):
-            middle = (few_graphs + many) // 2
-            try:
-                between = self.candidate(middle, tier)
-            except BudgetError:
-                few_graphs = middle
-                continue
-            if is_near(between):
-                selected, many = between, between.reach
-            else:
-                few_graphs = middle
+        selected, center = min(good, key=cost), None
+        while selected is not center:
+            center = selected
+            # Each table takes a plan and a judgement, so the steps end at an eighth.
+            steps = [center.reach // share for share in (2, 4, 8)]
+            counts = {count for step in steps for count in (center.reach - step, center.reach + step)}
+            for count in sorted(counts):
+                try:
+                    each = self.candidate(min(count, self.most(tier)), tier)
+                except BudgetError:
+                    continue
+                if (each.plan.is_steady or not steady) and self._is_admissible(each, tier):
+                    selected = min(selected, each, key=cost)
         return selected
 
     def _halved(self, top: int, tier: TuningBounds) -> Iterator[Candidate]:
@@ -596,14 +596,14 @@ def tune(
 ) -> Tuning:
     """Propose a plan by the steps that choose, and judge it next to today's graphs on those that judge.
 
-    Of all tables within the bounds it takes the fastest, or of those within ``TOLERANCE`` the one with the fewest
-    graphs. A table is proposed only if it is no slower than today on both, ``check`` does not warn of it, no decode
+    Of all tables within the bounds it takes the one whose steps take the least time, each graph at the price of
+    ``GRAPH``. A table is proposed only if it is no slower than today on both, ``check`` does not warn of it, no decode
     loses a full graph, and it is no slower by more than ``SHIFTED`` if the load doubles. With costs that are not this
     deployment's own, no batch at all loses its graph.
 
     :param propose: chooses by the same objective.
     :param bounds: what ``propose`` keeps to; None: the number, the memory and the time of capture of today's graphs.
-        Where that takes ``MORE`` and ``TOLERANCE`` off a step, ``room`` for as many graphs, and where that does again,
+        Where that takes twice ``MORE`` off a step, ``room`` for as many graphs, and where that does again,
         for more.
     :param room: what graphs may take if that pays; None: anything.
     :raises PlanningError: the profile has no times of a role.
