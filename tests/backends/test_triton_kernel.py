@@ -204,7 +204,7 @@ def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
         cut = geometry.geometry(attention, 132, num_reqs=8, num_tokens=512, query_len=query_len, max_seq_len=4096)
         sizes = {"width": cut.width, "rows": cut.rows, "queries": cut.queries, "tile": cut.keys}
         exact = query_len is not None
-        choices = {"window": 100, "softcapped": True, "uniform": exact, "split": exact}
+        choices = {"softcapped": True, "uniform": exact, "split": exact}
         kernel = build(compiled.attend, capability, cut, **shape, **sizes, **choices)
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= 99 << 10

@@ -25,6 +25,7 @@ from capture_planner.modes import GraphSupport, Role
 from capture_planner.plugins import registry
 from capture_planner.records.backend import Support
 from capture_planner_conformance.cli.conformance import DTYPES, SHAPES, shapes_named
+from capture_planner_conformance.cli.suite import _jobs
 from capture_planner_conformance.shapes import CANDIDATES
 from capture_planner_conformance.tampering import Attack
 from capture_planner_runner.numerics.tolerance import TOLERANCES
@@ -148,6 +149,14 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert [(choices.audits, choices.shrink) for choices in asked] == [*[(True, True)] * 3, (False, False)]
     assert [choices.jobs for choices in asked] == [8, 8, 8, 3]
+
+
+@pytest.mark.parametrize(("gib", "jobs"), [(139, 8), (79, 4), (15, 1)])
+def test_processes_have_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int, jobs: int) -> None:
+    """Each may hold 12 GiB at a time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib << 30, 140 << 30))
+    assert _jobs(conformance.DEFAULT, torch.device("cuda")) == jobs
 
 
 # Findings --------------------------------------------------------------------------------------

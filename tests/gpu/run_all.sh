@@ -82,6 +82,8 @@ check kernels-flashinfer tests/gpu/test_flashinfer.py "$@"
 check memory tests/gpu/test_memory.py "$@"
 check campaign tests/gpu/test_campaign.py "$@"
 check first-use tests/gpu/test_first_use.py "$@"
+# Not a test of this folder: what processes share has to be picklable on a GPU, too.
+check processes tests/conformance/test_processes.py "$@"
 check graph-dump tests/gpu/test_graph_dump.py "$@"
 check transformers tests/gpu/test_transformers.py "$@"
 for case in reference triton flash_attention flashinfer flashinfer_wrappers; do

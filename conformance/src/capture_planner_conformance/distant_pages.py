@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 from collections.abc import Sequence
@@ -42,6 +43,10 @@ class DistantPages(PageFormat):
         span = SPAN if device.type == "cpu" else DEVICE_SPAN
         stride = -(-span * dtype.itemsize // pages.num_pages // _ALIGNMENT) * _ALIGNMENT
         size = pages.num_pages * stride
+        if device.type == "cuda":
+            # The block of an earlier scene may be garbage, or the allocator's: other processes need the memory, too.
+            gc.collect()
+            torch.cuda.empty_cache()
         try:
             memory = _reserved(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
         except (OSError, MemoryError, RuntimeError) as error:

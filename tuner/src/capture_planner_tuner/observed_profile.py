@@ -177,10 +177,13 @@ def _non_decreasing(sizes: Mapping[int, Timed]) -> dict[int, float]:
 
 
 def _weighed(timings: list[Timed]) -> Timed:
-    """Return one timing of several: the median over all repeats, as far as medians of parts tell it."""
+    """Return one timing of several: the median over all repeats, as far as medians of parts tell it.
+
+    Of an even number it is the lower one: of two steps, the slower one may have compiled kernels.
+    """
     # More repeats than a hundred change no median, and would take memory for each step of a run.
     medians = [milliseconds for milliseconds, repeats in timings for _ in range(min(repeats, 100))]
-    return statistics.median(medians), sum(repeats for _, repeats in timings)
+    return statistics.median_low(medians), sum(repeats for _, repeats in timings)
 
 
 def _fit(observation: Observation, notes: list[str]) -> Fit:

@@ -22,7 +22,10 @@ def is_interpreted() -> bool:
     return not isinstance(attend, triton.runtime.JITFunction)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "blocks_each", "splits"])  # type: ignore[untyped-decorator]
+# A window in the kernel's text would compile each window of a model anew.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_reqs", "num_tokens", "blocks_each", "splits", "window"]
+)
 def attend(
     query: tl.tensor,
     keys: tl.tensor,
@@ -55,6 +58,7 @@ def attend(
     out_token: tl.tensor,
     out_head: tl.tensor,
     out_dim: tl.tensor,
+    window: tl.tensor | None,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     width: tl.constexpr,
@@ -62,7 +66,6 @@ def attend(
     rows: tl.constexpr,
     queries: tl.constexpr,
     tile: tl.constexpr,
-    window: tl.constexpr,
     causal: tl.constexpr,
     softcapped: tl.constexpr,
     uniform: tl.constexpr,

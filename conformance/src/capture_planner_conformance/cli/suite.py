@@ -32,6 +32,9 @@ from capture_planner_runner.host import differences, facts
 MOST_JOBS = 8
 """Processes by default: each has its own context on a GPU."""
 
+JOB_MEMORY = 16 << 30
+"""Free bytes of a GPU for each process by default: pages that lie far apart take 12 GiB."""
+
 
 def run_suite(
     backend: str,
@@ -70,7 +73,7 @@ def run_suite(
         max_reqs=values["max_reqs"] or LARGEST_REQS,
         shrink=values["shrink"],
         audits=values["audits"],
-        jobs=values["jobs"] or _jobs(profile),
+        jobs=values["jobs"] or _jobs(profile, tested.device),
     )
     interrupted = False
     left_out: tuple[int, ...] = ()
@@ -101,10 +104,11 @@ def run_suite(
     )
 
 
-def _jobs(profile: suite.SearchProfile) -> int:
+def _jobs(profile: suite.SearchProfile, device: torch.device) -> int:
     """Return a process for each core that may be used, but none for less than two runs: each imports torch anew."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable, MOST_JOBS, len([*profile.runs()]) // 2))
+    room = torch.cuda.mem_get_info(device)[0] // JOB_MEMORY if device.type == "cuda" else MOST_JOBS
+    return max(1, min(usable, MOST_JOBS, room, len([*profile.runs()]) // 2))
 
 
 def _search(

@@ -192,6 +192,10 @@ class CudaGraphs:
         # Without torch's caching allocator nothing is captured: everything runs eager.
         self._first = None if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ else self._rehearse(device)
 
+    def __reduce__(self) -> tuple[Callable[..., CudaGraphs], tuple[torch.device]]:
+        """Pickle what makes another one: streams and graphs are of one process."""
+        return partial(CudaGraphs, accounts=self._accounts), (self._stream.device,)
+
     def _rehearse(self, device: torch.device) -> CudaGraph:
         """Capture two pieces of nothing, to be kept: what a process does once must not be in the first graph.
 
