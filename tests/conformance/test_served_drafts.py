@@ -190,3 +190,10 @@ def test_drafts_on_the_device_are_checked(monkeypatch: pytest.MonkeyPatch, bug: 
     )
     failure = play(runner_under_test(), Case(scene=scene, steps=(Serve(requests=((2, 18, 0), (3, 17, 0))),))).failure
     assert (None if failure is None else failure.check) is check
+
+
+def test_drafts_are_counted_where_the_next_batch_has_none() -> None:
+    """One request drafts one token; of two more only one fits beside it, and batches of two draft nothing."""
+    scene = RunnerScene(shape=SMALL[0], drafts=2, schedule=((1, 1, 1), (2, 2, 0), (3, 3, 2)), num_reqs=3, num_tokens=16)
+    serve = Serve(requests=((13, 0, 2), (0, 0, 2), (0, 3, 0)))
+    assert play(runner_under_test(), Case(scene=scene, steps=(serve,))).failure is None

@@ -128,8 +128,10 @@ class Serving:
         scheduled, verification = step.scheduled, self._settled(step)
         # The row of a request that was finished before this step is wasted, and so are its drafts.
         drafts = np.where(verification.kept > 0, scheduled.proposed, 0)
+        # Not K, which the step before may have taken from another number of requests.
+        places = int(drafts.max(initial=0))
         drafted_at, accepted_at = (
-            _by_place(counts, scheduled.draft_tokens) for counts in (drafts, np.minimum(drafts, verification.accepted))
+            _by_place(counts, places) for counts in (drafts, np.minimum(drafts, verification.accepted))
         )
         states, rows = self.scheduler.states, scheduled.state_indices
         length = verification.at + verification.gained
@@ -232,4 +234,4 @@ class Serving:
 
 def _by_place(counts: Array, places: int) -> tuple[int, ...]:
     """Return how many of the counts are above 0, above 1, and so on: tokens by their place in a request."""
-    return tuple((counts[:, None] > np.arange(places)).sum(axis=0).tolist()) if places else ()
+    return tuple((counts[:, None] > np.arange(places)).sum(axis=0).tolist())
