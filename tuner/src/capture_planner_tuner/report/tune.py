@@ -379,12 +379,14 @@ def _worse_lines(tuning: Tuning) -> Iterator[str]:
 
 
 def _pareto(result: TuneResult) -> Section | None:
-    tuning, points = result.tuning, list(result.tuning.pareto)
-    if not points:
+    tuning = result.tuning
+    if not tuning.pareto:
         return None
-    # The steps that judge may rank a table of fewer graphs higher: what is proposed is listed all the same.
-    if tuning.plan and tuning.proposed and not any(_is_proposed(each, tuning) for each in points):
-        points.append(ParetoPoint(tuning.proposed, within=True))
+    points: list[ParetoPoint] = []
+    for point in sorted(_with_proposed(tuning), key=lambda each: each.side.graphs):
+        # Around what is proposed, the search tries tables that differ little.
+        if not points or _is_proposed(point, tuning) or 8 * point.side.graphs >= 9 * points[-1].side.graphs:
+            points.append(point)
     objective = tuning.objective
     rows = [
         (
@@ -395,12 +397,19 @@ def _pareto(result: TuneResult) -> Section | None:
             f"{point.side.seconds:.1f}",
             "proposed" if _is_proposed(point, tuning) else "" if point.within else "beyond the bounds",
         )
-        for point in sorted(points, key=lambda each: each.side.graphs)
+        for point in points
     ]
     own = {"mean": (), "token": ("between outputs",), "regret": ("at worst",)}.get(objective, (subject_of(objective),))
     columns = ("graphs", *own, "mean step", "MiB", "s", "")
     grid = Grid(columns=columns, right=frozenset(columns[:-1]), rows=tuple(rows))
     return Section(name="pareto", title="What graphs buy", parts=(grid,))
+
+
+def _with_proposed(tuning: Tuning) -> tuple[ParetoPoint, ...]:
+    """Return the tables with the proposed one, which those that judge may have ranked behind one of fewer graphs."""
+    if tuning.plan is None or tuning.proposed is None or any(_is_proposed(each, tuning) for each in tuning.pareto):
+        return tuning.pareto
+    return *tuning.pareto, ParetoPoint(tuning.proposed, within=True)
 
 
 def _is_proposed(point: ParetoPoint, tuning: Tuning) -> bool:
