@@ -34,6 +34,9 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Roles, Spec
 
 ITSELF, EXPERT, TUNED = "by itself", "expert's list", "tuned"
+AGAIN = "by itself, again"
+"""An engine that differs from ``ITSELF`` by its start alone, and begins to serve where the tuned one does."""
+COLUMNS = (ITSELF, EXPERT, TUNED, AGAIN)
 
 GIB = 1 << 30
 KV_GIB = {"0.6b": 12, "8b": 12, "30b-a3b": 8}
@@ -341,7 +344,7 @@ def report_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return report
 
 
-def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[dict[str, Any]]:
+def measure(group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool) -> Iterator[dict[str, Any]]:
     """Measure a group, one load after another; yield its results as they come."""
     with ExitStack() as stack:
         each = Deployment(group, rig, folder, stack)
@@ -355,8 +358,7 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[di
         observed = each.observe(limits)
         yield summarised(each.results)
         plan = each.tune(observed, limits)
-        if plan is not None:
-            each.start({TUNED: plan}, limits)
+        each.start({name: file for name, file, wanted in ((TUNED, plan, plan), (AGAIN, None, again)) if wanted}, limits)
         for column in [name for name in each.children if name != ITSELF]:
             each.warm_up(column, limits)
         yield summarised(each.results)
@@ -375,7 +377,7 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits) -> Iterator[di
 def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of a group with medians and spread, ratios, eager steps and the promise."""
     rows = [with_steps(row) for row in (*results["rounds"],)]
-    by_column = {column: [row for row in rows if row["column"] == column] for column in (ITSELF, EXPERT, TUNED)}
+    by_column = {column: [row for row in rows if row["column"] == column] for column in COLUMNS}
     verdict_of_tune = results.get("tune", {}).get("verdict")
     if not by_column[TUNED] and verdict_of_tune == "keep":
         by_column[TUNED] = by_column[ITSELF]
@@ -396,7 +398,7 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
             }
             for load in medians[column]
         }
-        for column in (EXPERT, TUNED)
+        for column in COLUMNS[1:]
         if column in medians and ITSELF in medians
     }
     if EXPERT in medians and TUNED in medians:
@@ -540,6 +542,7 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     options = parser(doc)
     options.add_argument("--expert", type=Path, help="spec with the list that is compared; default: without it")
     options.add_argument("--rounds", type=int, default=3, help="the most; fewer where the time ends")
+    options.add_argument("--again", action="store_true", help="a second engine by itself: what two starts differ by")
     options.add_argument("--observed-steps", type=int, default=2000, help="of the target: the loads repeat until then")
     options.add_argument("--seconds", type=float, default=540, help="no round begins that could end later")
     options.add_argument("--scale", type=float, default=1.0, help="requests of each load, relative to the usual ones")
@@ -562,7 +565,7 @@ def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable
             share = (end - time.monotonic()) / (len(groups) - index)
             limits = Limits(rounds=arguments.rounds, observed=arguments.observed_steps, until=time.monotonic() + share)
             earlier = targets
-            for found in measure(group, rig, folder, limits):
+            for found in measure(group, rig, folder, limits, again=arguments.again):
                 results[group.name] = found
                 targets = earlier | dict(targets_of(group, found))
                 finish(arguments, {"results": results, "targets": targets})
