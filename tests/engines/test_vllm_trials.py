@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
-from capture_planner_vllm.inside import observe, trials
+from capture_planner_vllm.inside import device, observe, profile, trials
 from support.vllm_observed import MODES, observed, process, run, started, step
 
 BATCHES = [(reqs, tokens, uniform) for reqs in (1, 3, 16) for tokens in (4, 12, 33, 64, 200) for uniform in (None, 4)]
@@ -132,3 +132,21 @@ def test_sizes_are_multiples_and_have_both_ends(largest, most, each):
     assert all(size % each == 0 for size in sizes)
     assert most // each * each in sizes
     assert all(size <= max(most, largest) for size in sizes)
+
+
+def test_memory_that_profiling_keeps_is_not_that_of_graphs(monkeypatch):
+    """VLLM's figure is of the whole capture; without profiling it is smaller by what replays and trials keep."""
+    kept, replays = [], profile.replays
+
+    def keeping(*arguments):
+        kept.append(1 << 17)
+        return replays(*arguments)
+
+    monkeypatch.setattr(profile, "replays", keeping)
+    with process(**{observe.PROFILE: "1"}) as folder:
+        free = device.free_memory
+        monkeypatch.setattr(device, "free_memory", lambda: free() - sum(kept))
+        started(k=0, sizes=(64,)).shutdown()
+        seen = observed(folder)
+    assert kept
+    assert seen.graph_mib == pytest.approx(3.0 - sum(kept) / (1 << 20), abs=0.01)

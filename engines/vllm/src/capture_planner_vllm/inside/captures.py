@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -67,6 +68,8 @@ class Captures:
         self._replays: dict[int, list[float | None]] = {}
         self.replaying = 0.0
         """Seconds that replays and throw-away captures took."""
+        self.left = 0
+        """Bytes of the device that they took and did not give back; below 0 where they gave back what vLLM cached."""
 
     def begin(self, manager: Any, create_forward: CreateForward) -> CaptureLog:
         """Return the log of a manager's capture that begins."""
@@ -75,21 +78,28 @@ class Captures:
 
     def replay(self, manager: Any, log: CaptureLog) -> None:
         """Time the replays of all graphs that a manager has just captured, in the order of capture."""
-        start = time.perf_counter()
         descriptors = [graph.descriptor for graph in log.graphs]
-        self._replays[id(manager)] = profile.replays(manager, descriptors, log.create_forward)
-        self.replaying += time.perf_counter() - start
+        with self._ours():
+            self._replays[id(manager)] = profile.replays(manager, descriptors, log.create_forward)
 
     def try_others(self, manager: Any, log: CaptureLog, capture: Callable[..., Any]) -> None:
         """Capture, time and drop graphs of sizes that a manager has not captured.
 
         :param capture: ``CudaGraphManager.capture``, unobserved.
         """
-        # Counted with the replays: vLLM's capture time has both in it.
         if self._trials is not None:
-            start = time.perf_counter()
-            self._tried[id(manager)] = self._trials.of(manager, log.own, capture, profile.replays)
+            with self._ours():
+                self._tried[id(manager)] = self._trials.of(manager, log.own, capture, profile.replays)
+
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Count what it takes: vLLM measures its capture from beginning to end."""
+        start, free = time.perf_counter(), device.free_memory()
+        try:
+            yield
+        finally:
             self.replaying += time.perf_counter() - start
+            self.left += free - device.free_memory()
 
     def trials(self, manager: Any) -> list[TrialGraph]:
         """Return the throw-away captures of a manager."""

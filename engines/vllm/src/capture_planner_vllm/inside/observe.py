@@ -249,7 +249,7 @@ class Observer(StepHooks):
         if self._asks:
             base = facts.with_answers(base, self._tracks)
         return replace(
-            facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
+            facts.with_capture(base, capture, *((captures.replaying, captures.left) if captures else ())),
             # The hooks note every role that they fill, so that a plan without notes was read and not applied.
             plan=digest(self._plan) if self._plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),
