@@ -598,8 +598,8 @@ def tune(
 
     Of all tables within the bounds it takes the one whose steps take the least time, each graph at the price of
     ``GRAPH``. A table is proposed only if it is no slower than today on both, ``check`` does not warn of it, no decode
-    loses a full graph, and it is no slower by more than ``SHIFTED`` if the load doubles. With costs that are not this
-    deployment's own, no batch at all loses its graph.
+    loses a full graph, and it is no slower by more than ``SHIFTED`` if the load doubles, or at all where it gains less
+    than ``MORE``. With costs that are not this deployment's own, no batch at all loses its graph.
 
     :param propose: chooses by the same objective.
     :param bounds: what ``propose`` keeps to; None: the number, the memory and the time of capture of today's graphs.
