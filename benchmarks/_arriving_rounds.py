@@ -358,7 +358,10 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool
         observed = each.observe(limits)
         yield summarised(each.results)
         plan = each.tune(observed, limits)
-        each.start({name: file for name, file, wanted in ((TUNED, plan, plan), (AGAIN, None, again)) if wanted}, limits)
+        later: dict[str, Path | None] = {} if plan is None else {TUNED: plan}
+        if again:
+            later[AGAIN] = None
+        each.start(later, limits)
         for column in [name for name in each.children if name != ITSELF]:
             each.warm_up(column, limits)
         yield summarised(each.results)

@@ -193,7 +193,7 @@ def test_drafts_on_the_device_are_checked(monkeypatch: pytest.MonkeyPatch, bug: 
 
 
 def test_drafts_are_counted_where_the_next_batch_has_none() -> None:
-    """One request drafts one token; of two more only one fits beside it, and batches of two draft nothing."""
+    """K is 1 for one request and 0 for two: the second step verifies a draft and makes none."""
     scene = RunnerScene(shape=SMALL[0], drafts=2, schedule=((1, 1, 1), (2, 2, 0), (3, 3, 2)), num_reqs=3, num_tokens=16)
     serve = Serve(requests=((13, 0, 2), (0, 0, 2), (0, 3, 0)))
     assert play(runner_under_test(), Case(scene=scene, steps=(serve,))).failure is None

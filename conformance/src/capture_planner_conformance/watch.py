@@ -404,9 +404,9 @@ class Watch(ForwardObserver):
                 raise Check.STATE.violation(f"the draft state ({name}) of a request outside the batch changed")
 
     def _check_pointers(self) -> None:
-        for (name, holder, attribute), then in self._persistent:
-            if getattr(holder, attribute).data_ptr() != then:
-                raise Check.FROZEN.violation(f"{name} has moved")
+        for held, then in self._persistent:
+            if tensor_of(held).data_ptr() != then:
+                raise Check.FROZEN.violation(f"{held[0]} has moved")
 
 
 def _slots_of(cache: ModelCache) -> torch.Tensor:

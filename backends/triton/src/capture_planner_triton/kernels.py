@@ -22,7 +22,7 @@ def is_interpreted() -> bool:
     return not isinstance(attend, triton.runtime.JITFunction)
 
 
-# A window in the kernel's text would compile each window of a model anew.
+# As a constexpr, or specialized, each window would be compiled anew.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_reqs", "num_tokens", "blocks_each", "splits", "window"]
 )

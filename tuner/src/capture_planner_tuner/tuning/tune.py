@@ -462,7 +462,7 @@ class TableSearch:
             # Each table takes a plan and a judgement, so the steps end at an eighth.
             steps = [center.reach // share for share in (2, 4, 8)]
             counts = {count for step in steps for count in (center.reach - step, center.reach + step)}
-            for count in sorted(counts - {0}):  # of a table without graphs there is none with fewer
+            for count in sorted(counts - {0}):  # 0 where the table is empty
                 try:
                     each = self.candidate(min(count, self.most(tier)), tier)
                 except BudgetError:

@@ -277,21 +277,17 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
     return replace(base, roles=tuple(roles))
 
 
-def with_capture(
-    base: Observation, capture: tuple[float, int] | None, replaying: float = 0.0, left: int = 0
-) -> Observation:
+def with_capture(base: Observation, capture: tuple[float, int] | None) -> Observation:
     """Add what the whole capture took.
 
-    :param capture: seconds and bytes; None: nothing was captured.
-    :param replaying: seconds of it that were ours.
-    :param left: bytes of it that were ours.
+    :param capture: seconds and bytes, without those of replays and trials; None: nothing was captured.
     """
     if capture is None:
         return base
     seconds, size = capture
     # vLLM's figure is a difference of free memory, and is negative where the allocator gave some back.
-    mib = round(max(size - left, 0) / MIB, 2)
-    return replace(base, capture_seconds=round(max(seconds - replaying, 0), 3), graph_mib=mib)
+    mib = round(max(size, 0) / MIB, 2)
+    return replace(base, capture_seconds=round(max(seconds, 0), 3), graph_mib=mib)
 
 
 def _version() -> str:

@@ -203,7 +203,8 @@ class Observer(StepHooks):
                 size = original(runner, *args, **kwargs)
             finally:
                 self._captures = None
-            self._begin(runner, captures, (time.perf_counter() - start, size))
+            seconds = time.perf_counter() - start
+            self._begin(runner, captures, (seconds - captures.replaying, size - captures.left))
             return size
 
         return capture_model
@@ -211,7 +212,7 @@ class Observer(StepHooks):
     def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
         """Write the first observation, and count from now on.
 
-        :param capture: seconds and bytes of the whole capture.
+        :param capture: seconds and bytes of the whole capture, without those of replays and trials.
         """
         try:
             self._record(runner, self._described(runner, captures, capture))
@@ -249,7 +250,7 @@ class Observer(StepHooks):
         if self._asks:
             base = facts.with_answers(base, self._tracks)
         return replace(
-            facts.with_capture(base, capture, *((captures.replaying, captures.left) if captures else ())),
+            facts.with_capture(base, capture),
             # The hooks note every role that they fill, so that a plan without notes was read and not applied.
             plan=digest(self._plan) if self._plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),

@@ -68,7 +68,7 @@ def _bounded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build(builder: Any, *args: Any, **kwargs: Any) -> Any:
         own, full = getattr(builder, "max_cudagraph_size", None), FULL_GRAPHS.tokens
-        # Model runner V1, and managers of a release that is not known, capture full graphs that nobody counted.
+        # Full graphs of model runner V1, and of unknown managers, are not counted.
         if own is None or full is None:
             return original(builder, *args, **kwargs)
         # At every batch: builders are made before the managers whose graphs count, and trials raise the bound.
