@@ -148,10 +148,10 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
         assert run("reference", *ONE, *arguments).code == 0
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert [(choices.audits, choices.shrink) for choices in asked] == [*[(True, True)] * 3, (False, False)]
-    assert [choices.jobs for choices in asked] == [8, 8, 8, 3]
+    assert [choices.jobs for choices in asked] == [9, 16, 16, 3]
 
 
-@pytest.mark.parametrize(("gib", "jobs"), [(139, 8), (79, 4), (15, 1)])
+@pytest.mark.parametrize(("gib", "jobs"), [(139, 9), (79, 6), (15, 1)])
 def test_processes_have_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int, jobs: int) -> None:
     """Each may hold 12 GiB at a time."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)

@@ -18,6 +18,7 @@ import torch
 
 from capture_planner.modes import Role
 from capture_planner_runner.execution.fields import Extents, poison, tensor_of
+from capture_planner_runner.execution.inputs import Array
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.execution.updates import LENGTHS
 from capture_planner_runner.numerics.tolerance import INTEGERS
@@ -104,6 +105,17 @@ class Outputs:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return integers that are equal where bits are, NaNs included."""
     return tensor.contiguous().view(INTEGERS[tensor.itemsize])
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """Return the values of tensors, which a GPU sends in one copy: each copy waits for the processes that share it."""
+    sent = torch.cat([bits(tensor).view(-1).view(torch.uint8) for tensor in tensors.values()]).cpu().numpy()
+    found, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        found[name] = sent[begin:end].view(dtype).reshape(tensor.shape)
+    return found
 
 
 def mark(tensor: torch.Tensor) -> int:

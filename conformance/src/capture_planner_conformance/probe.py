@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 
@@ -131,19 +132,23 @@ class Tables(nn.Module):
         heads = rows.view(*rows.shape[:2], queries + 2 * stored, self.shape.head_dim)
         return heads[:, :, :queries], heads[:, :, queries : queries + stored], heads[:, :, queries + stored :]
 
-    def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+    def rows(self, ids: np.ndarray, first: int) -> torch.Tensor:
         """Return, in float64, what the layers make of the tokens from position ``first`` on, side by side.
 
         ``ids int64[S]`` are the tokens of one request from its first position on; returns ``[n, width]``.
         """
         # A batch runs eager and from a graph, and the rows are the same.
-        key = ids.cpu().numpy().tobytes(), first
+        key = ids.tobytes(), first
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 # All at once: it happens seldom, and a batch's rows are asked for twice in a row.
                 self._known.clear()
-            self._known[key] = self.attended(ids, first).flatten(1)
+            self._known[key] = self.computed(torch.from_numpy(ids).to(self.by_token.device), first)
         return self._known[key]
+
+    def computed(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Compute the rows that ``rows`` returns; ``ids`` are on the device."""
+        return self.attended(ids, first).flatten(1)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.

@@ -113,19 +113,18 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
     """Check hidden states, tokens and slots of the target's forward that was just run."""
     body, target = stage.runner.target, stage.target
     tables, each = target.tables, [one for one in batch.each() if one[2].stop > one[2].start]
-    expected = torch.cat([tables.rows(stage.on_device(ids), live.computed) for _, live, _, ids in each])
+    expected = torch.cat([tables.rows(ids, live.computed) for _, live, _, ids in each])
     expected = coupled_rows(stage, target, expected, batch.ids)
     with located(batch.batch(Role.TARGET), entry):
-        for index, _, where, _ in each:
-            want = expected[where]
-            wrong = first_wrong_row(body.hidden[where], want, tables.shape.width, stage.tolerance, tables.name)
-            if wrong is not None:
-                message = f"{wrong} of request {index} in the batch"
-                raise row_check(entry, eager=eager).violation(message)
-            # Only a graph of decodes computes a token for every row; others are sampled behind the graph.
-            has_tokens = entry is not None and entry.tokens_each is not None
-            if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
-                raise Check.ROWS.violation("a token is not the likeliest of its row")
+        parts = {index: where for index, _, where, _ in each}
+        wrong = first_wrong_request(body.hidden, expected, parts, tables.shape.width, stage.tolerance, tables.name)
+        if wrong is not None:
+            raise row_check(entry, eager=eager).violation(wrong)
+        # Only a graph of decodes computes a token for every row; others are sampled behind the graph.
+        has_tokens = entry is not None and entry.tokens_each is not None
+        tokens = body.tokens[: len(expected)]
+        if has_tokens and not is_likeliest(tokens, expected, stage.target.head, stage.tolerance):
+            raise Check.ROWS.violation("a token is not the likeliest of its row")
         check_slots(stage, batch, Role.TARGET)
         stage.check_ran(batch)
 
@@ -158,6 +157,26 @@ def first_wrong_row(
     return f"{name(layer)}, {error_text(off[row, layer], size[row, layer])} in row {row}"
 
 
+def first_wrong_request(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    parts: Mapping[int, slice],
+    width: int,
+    tolerance: float,
+    name: Callable[[int], str] = lambda layer: f"layer {layer}",
+) -> str | None:
+    """Compare the rows of requests, ``parts`` of the batch by number; describe the first that is off, if any is."""
+    # All rows at once first, since usually none is wrong.
+    got_rows, want_rows = (torch.cat([rows[part] for part in parts.values()]) for rows in (got, want))
+    if first_wrong_row(got_rows, want_rows, width, tolerance) is None:
+        return None
+    for index, part in parts.items():
+        wrong = first_wrong_row(got[part], want[part], width, tolerance, name)
+        if wrong is not None:
+            return f"{wrong} of request {index} in the batch"
+    raise AssertionError("a row that is wrong among all is one of a request")
+
+
 def beyond(off: torch.Tensor, size: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Say of which rows the norm of the error is more than rounding makes of a row of norm ``size``; NaN is more."""
     return ~(off <= tolerance * (size + 0.1))  # not `off > ...`, which is false of NaN
@@ -176,27 +195,25 @@ def error_text(off: torch.Tensor, size: torch.Tensor) -> str:
 
 def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, tolerance: float) -> bool:
     """Say whether each token is the likeliest of its row of ``hidden float64[n, hidden]``, or tied with it."""
-    if not bool(((tokens >= 0) & (tokens < VOCABULARY)).all()):
-        return False
+    is_token = (tokens >= 0) & (tokens < VOCABULARY)
     logits = hidden @ head.double()
-    chosen = logits.gather(1, tokens[:, None].long()).squeeze(1)
+    chosen = logits.gather(1, tokens[:, None].long().clamp(0, VOCABULARY - 1)).squeeze(1)
     # Two logits may each be off by a row's error times the norm of a column; twice that is let pass.
     slack = 4 * tolerance * (hidden.norm(dim=1) + 0.1) * head.double().norm(dim=0).max()
-    return bool((chosen >= logits.max(1).values - slack).all())
+    return bool((is_token & (chosen >= logits.max(1).values - slack)).all())
 
 
 def check_slots(stage: Stage, batch: SceneBatch, role: Role) -> None:
     """Check that the slots of the batch hold the keys and values of its tokens."""
     cache, inputs = stage.world.caches[int(role.is_drafter)], batch.inputs_by_role[role].declared
     ids, positions = stage.on_device(inputs["input_ids"]).long(), stage.on_device(inputs["positions"])
-    slots = stage.on_device(inputs["slot_mapping"])
     # Padding writes the null slot, which may hold anything.
-    real = slots != NULL_SLOT
-    for held, want in zip(cache.flat(), cache.expected(ids, positions), strict=True):
-        if not torch.allclose(
-            held[slots][real].double(), want[real].double(), rtol=stage.tolerance, atol=stage.tolerance
-        ):
-            raise Check.STORED.violation("a slot of the batch does not hold the key and value of its token")
+    real = stage.on_device(np.flatnonzero(inputs["slot_mapping"] != NULL_SLOT))
+    slots = stage.on_device(inputs["slot_mapping"])[real]
+    held = torch.cat([part[slots].double() for part in cache.flat()], dim=1)
+    want = torch.cat([part[real].double() for part in cache.expected(ids, positions)], dim=1)
+    if not torch.allclose(held, want, rtol=stage.tolerance, atol=stage.tolerance):
+        raise Check.STORED.violation("a slot of the batch does not hold the key and value of its token")
 
 
 # Forwards of the drafter, however drafts are made.
@@ -235,12 +252,14 @@ class FirstPass:
         places, starts = _places(stage, batch), np.cumsum([0, *(each.count for each in rows)])
         is_modules = stage.scene.drafter is DraftScheme.MODULES
         want = list(self._modules(state.proposed[places])) if is_modules else [self._states(rows)]
-        for index, each in enumerate(rows):
-            # Rows that follow the last one read tokens that modules have yet to draft.
-            seen = slice(starts[index], starts[index] + each.last + 1) if is_modules else slice(*starts[index:][:2])
-            wrong = first_wrong_row(hidden[seen], want[-1][seen], self.drafter.hidden_size, stage.tolerance)
-            if wrong is not None:
-                raise rows_check.violation(f"the state of {wrong} of request {index} in the batch")
+        # Rows that follow the last one read tokens that modules have yet to draft.
+        parts = {
+            index: slice(start, start + (each.last + 1 if is_modules else each.count))
+            for index, (start, each) in enumerate(zip(starts[:-1].tolist(), rows, strict=True))
+        }
+        wrong = first_wrong_request(hidden, want[-1], parts, self.drafter.hidden_size, stage.tolerance)
+        if wrong is not None:
+            raise rows_check.violation(f"the state of {wrong}")
         proposed = state.proposed[places]
         last = torch.tensor([start + each.last for start, each in zip(starts[:-1], rows, strict=True)])
         ends = torch.from_numpy(starts[1:]) - 1
@@ -259,7 +278,7 @@ class FirstPass:
     def _states(self, rows: tuple[DraftRowsOfRequest, ...]) -> torch.Tensor:
         """Return the states of a drafter that runs once, ``float64[T, hidden_size]``."""
         stage, drafter = self.stage, self.drafter
-        attention = torch.cat([drafter.tables.rows(stage.on_device(each.ids), each.first) for each in rows])
+        attention = torch.cat([drafter.tables.rows(each.ids, each.first) for each in rows])
         sources = stage.on_device(sources_of(rows, self.batch.starts))
         given = self.given[sources.clamp(min=0, max=len(self.given) - 1)]
         if (mask := drafter.mask_hidden) is not None:
@@ -273,7 +292,7 @@ class FirstPass:
         A module reads its tokens one position later than the one before it, the last of them what that one drafted;
         of earlier steps its cache holds final tokens.
         """
-        rows, hidden = self.batch.draft_rows, self.given.clone()
+        rows, hidden, drafts = self.batch.draft_rows, self.given.clone(), proposed.cpu().numpy()
         fed = [each.ids[each.first : each.first + each.last + 1] for each in rows]
         for number in range(self.stage.scene.drafts):
             hidden = hidden.clone()
@@ -284,7 +303,7 @@ class FirstPass:
                 )[:, number]
                 seen = slice(int(self.batch.starts[index]), int(self.batch.starts[index]) + len(ids))
                 hidden[seen] = self.drafter.mixed(attention, hidden[seen])
-                fed[index] = np.append(ids[1:], proposed[index, number].item())
+                fed[index] = np.append(ids[1:], drafts[index, number])
             yield hidden
 
 
@@ -311,22 +330,21 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
     def check(rows_check: Check) -> None:
         hidden = before["hidden"][places].double()
         proposed = state.proposed[places, :k]
+        # A draft that is no token is found before the rows that read it are compared.
+        read = proposed.clamp(0, VOCABULARY - 1).cpu().numpy()
         attended = {}
         for row, (end, (live, _, _)) in enumerate(zip(ends, batch.rows, strict=True)):
             # A draft decode reads the draft before it, up to the model's end.
             if (count := min(k - 1, longest - end)) > 0:
-                # A draft that is no token is found before the rows that read it are compared.
-                drafts = proposed[row, :count].clamp(0, VOCABULARY - 1)
-                known = stage.on_device(live.tokens[shift : shift + end])
-                attended[row] = drafter.tables.rows(torch.cat([known, drafts]), end)
+                known = live.tokens[shift : shift + end]
+                attended[row] = drafter.tables.rows(np.concatenate([known, read[row, :count]]), end)
         for number in range(1, k):
             within = [row for row, end in enumerate(ends) if end + number <= longest]
             if within:
                 attention = torch.stack([attended[row][number - 1] for row in within])
                 hidden[within] = drafter.mixed(attention, hidden[within])
                 # Rows past the model's end write the null slot, and count as padding.
-                read = proposed[within, number - 1].cpu().numpy()
-                hidden[within] = coupled_rows(stage, drafter, hidden[within], read)
+                hidden[within] = coupled_rows(stage, drafter, hidden[within], read[within, number - 1])
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
                 raise rows_check.violation(_wrong_draft(number, state.hidden[places[within]]))
@@ -415,10 +433,13 @@ def _check_answered(request: Request, tokens: tuple[int, ...]) -> None:
 
 
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
-    ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
+    ids = np.array([*request.prompt, *tokens[:-1]], dtype=np.int64)
     # Coupled rows differ by a factor, which is the same for all tokens that could follow.
     hidden = stage.target.tables.rows(ids, len(request.prompt) - 1) + stage.target.adapters[request.adapter].double()
     served = torch.tensor(tokens, device=stage.subject.device)
+    # All tokens at once first, since usually none is wrong.
+    if is_likeliest(served, hidden, stage.target.head, stage.tolerance):
+        return
     for number in range(len(tokens)):
         one = slice(number, number + 1)
         if not is_likeliest(served[one], hidden[one], stage.target.head, stage.tolerance):

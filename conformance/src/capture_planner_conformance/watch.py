@@ -32,6 +32,7 @@ from capture_planner_conformance.memory import (
     bits,
     canaries_of,
     mark,
+    on_host,
     private_buffers,
 )
 from capture_planner_conformance.scene import CaptureAttack
@@ -236,7 +237,7 @@ class Watch(ForwardObserver):
         served: tuple[RequestRows, ...] = ()
         with located(step.batch, step.entry):
             if not self._trusting:
-                values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
+                values = on_host({buffer.key: buffer.view(step.extents) for buffer in role.fields})
                 self.check_fields(role, step, values)
                 # A draft decode reads drafts, which are not always tokens of the request.
                 if (serving := self.serving()) is not None and role.role is not Role.DRAFT_DECODE:
@@ -334,19 +335,25 @@ class Watch(ForwardObserver):
 
     def _check_moved(self, role: RoleRun, step: ForwardStep) -> None:
         """Check after a replay the padding of fields that graphs advance: it must still be the fill."""
-        for buffer in role.fields:
+        moved = [buffer for buffer in role.fields if buffer.field.name in MOVED_FIELDS and not buffer.is_frozen]
+        values = on_host({buffer.key: buffer.view(step.extents) for buffer in moved})
+        for buffer in moved:
             real = step.inputs.array(buffer.field.name)
-            if buffer.field.name in MOVED_FIELDS and real is not None and not buffer.is_frozen:
-                _check_fill(buffer, buffer.view(step.extents).cpu().numpy(), real, step.real.tokens)
+            if real is not None:
+                _check_fill(buffer, values[buffer.key], real, step.real.tokens)
 
     def _check_written(self, role: RoleRun) -> None:
         """Check that attention wrote every row of its outputs, padding included."""
-        for layer, output in self._outputs.of(role):
-            unwritten = (bits(output) == mark(output)).all(dim=1)
-            if bool(unwritten.any()):
-                raise Check.WRITTEN.violation(
-                    f"attention of layer {layer} does not write row {int(unwritten.nonzero()[0])} of {len(output)}"
-                )
+        outputs = dict(self._outputs.of(role))
+        if not outputs:
+            return
+        unwritten = torch.stack([(bits(output) == mark(output)).all(dim=1) for output in outputs.values()])
+        if bool(unwritten.any()):
+            number, row = unwritten.nonzero()[0].tolist()
+            layer = list(outputs)[number]
+            raise Check.WRITTEN.violation(
+                f"attention of layer {layer} does not write row {row} of {unwritten.shape[1]}"
+            )
 
     def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
         """Return the slots that the batch may write: its tokens' slots, and the null page."""
@@ -379,9 +386,10 @@ class Watch(ForwardObserver):
 
     def _check_slots(self, before: _Held, own: Mapping[int, Slots]) -> None:
         """Check that no slot changed but those that may, by the number of the cache."""
-        for number, (cache, then) in enumerate(zip(self.world.caches, before.caches, strict=True)):
-            changed = (_slots_of(cache) != then).any(dim=1).nonzero().flatten().tolist()
-            if others := set(changed) - own.get(number, set()):
+        pairs = zip(self.world.caches, before.caches, strict=True)
+        changed = torch.stack([_changed(_slots_of(cache), then) for cache, then in pairs])
+        for number, slots in enumerate(changed.cpu().numpy()):
+            if others := set(np.flatnonzero(slots).tolist()) - own.get(number, set()):
                 slot = min(others)
                 raise Check.UNTOUCHED.violation(
                     f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
@@ -395,12 +403,9 @@ class Watch(ForwardObserver):
             return
         # The row behind the last request is for padding, and may hold anything.
         others = [row for row in range(state.padding) if row not in own]
-        for name, then in before.state.items():
-            now = getattr(state, name)
-            # All rows at once first: most forwards change none.
-            if torch.equal(bits(now), bits(then)):
-                continue
-            if not torch.equal(bits(now[others]), bits(then[others])):
+        changed = torch.stack([_changed(getattr(state, name), then) for name, then in before.state.items()])
+        for name, rows in zip(before.state, changed.cpu().numpy(), strict=True):
+            if rows[others].any():
                 raise Check.STATE.violation(f"the draft state ({name}) of a request outside the batch changed")
 
     def _check_pointers(self) -> None:
@@ -412,6 +417,11 @@ class Watch(ForwardObserver):
 def _slots_of(cache: ModelCache) -> torch.Tensor:
     """Return a copy of the bits of a cache, ``[slots, bits]``."""
     return torch.cat([bits(tensor) for tensor in cache.flat()], dim=1)
+
+
+def _changed(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+    """Say of each row whether its bits changed."""
+    return (bits(now) != bits(then)).view(len(then), -1).any(dim=1)
 
 
 def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndarray[Any, Any], num_tokens: int) -> None:

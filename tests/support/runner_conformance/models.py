@@ -57,8 +57,8 @@ class RecurrentTables(Tables):
         inputs, decays = change(self.states_by_token[ids] + self.states_by_position[positions]).chunk(2, dim=-1)
         return inputs, -nn.functional.softplus(decays) / _LASTING
 
-    def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        return torch.cat([super().rows(ids, first), self.states(ids)[first:].flatten(1)], dim=1)
+    def computed(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        return torch.cat([super().computed(ids, first), self.states(ids)[first:].flatten(1)], dim=1)
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return, in float64, the states after each of a request's tokens, ``[S, recurrent, width]``."""

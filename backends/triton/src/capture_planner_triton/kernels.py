@@ -22,9 +22,11 @@ def is_interpreted() -> bool:
     return not isinstance(attend, triton.runtime.JITFunction)
 
 
-# As a constexpr, or specialized, each window would be compiled anew.
+# As a constexpr, or specialized, each window would be compiled anew. A tile loads one sink per row, once, so that a
+# kernel for aligned sinks would be no faster.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_reqs", "num_tokens", "blocks_each", "splits", "window"]
+    do_not_specialize=["num_reqs", "num_tokens", "blocks_each", "splits", "window"],
+    do_not_specialize_on_alignment=["sinks"],
 )
 def attend(
     query: tl.tensor,

@@ -98,8 +98,8 @@ SEARCHES = (
     "--jobs",
     "-j",
     type=click.IntRange(1, 64),
-    help="Processes that share scenes and attacks; the outcome is that of one. Default: one per core, at most 8, and "
-    "on a GPU one per 16 GiB of its free memory.",
+    help="Processes that share scenes and attacks; the outcome is that of one. Default: one per core, at most 16, and "
+    "on a GPU one per 13 GiB of its free memory.",
 )
 @options.threads
 @options.output("Write the report as JSON, as --format json prints it.")

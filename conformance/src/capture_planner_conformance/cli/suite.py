@@ -29,11 +29,11 @@ from capture_planner_conformance.suite import DRAFTS
 from capture_planner_conformance.tampering import Attack
 from capture_planner_runner.host import differences, facts
 
-MOST_JOBS = 8
+MOST_JOBS = 16
 """Processes by default: each has its own context on a GPU."""
 
-JOB_MEMORY = 16 << 30
-"""Free bytes of a GPU for each process by default: pages that lie far apart take 12 GiB."""
+JOB_MEMORY = 13 << 30
+"""Free bytes of a GPU for each process by default: pages that lie far apart take 12 GiB of them."""
 
 
 def run_suite(
