@@ -384,6 +384,8 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
     verdict_of_tune = results.get("tune", {}).get("verdict")
     if not by_column[TUNED] and verdict_of_tune == "keep":
         by_column[TUNED] = by_column[ITSELF]
+    # Two starts of one engine differ as much as two plans do: where there is a second, both are what is compared with.
+    baseline = [*by_column[ITSELF], *by_column[AGAIN]]
     medians = {
         column: {
             load: {figure: _spread([row[figure] for row in mine if row.get(figure) is not None]) for figure in FIGURES}
@@ -396,7 +398,7 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
     ratios = {
         f"{column} / {ITSELF}": {
             load: {
-                figure: ratio(by_column[column], by_column[ITSELF], load, figure)
+                figure: ratio(by_column[column], by_column[ITSELF] if column == AGAIN else baseline, load, figure)
                 for figure in ("tokens_per_second", "itl_ms_p99", "ttft_ms_p50")
             }
             for load in medians[column]
@@ -436,10 +438,16 @@ def _spread(values: Sequence[float]) -> list[float] | None:
 def ratio(
     mine: Iterable[Mapping[str, Any]], other: Iterable[Mapping[str, Any]], load: str, figure: str
 ) -> list[float] | None:
-    """Return the median, the least and the largest ratio of a figure over the rounds that both have served."""
-    theirs = {row["round"]: row[figure] for row in other if row["load"] == load and row.get(figure)}
+    """Return the median, the least and the largest ratio of a figure over the rounds that both have served.
+
+    :param other: of several engines, their mean of a round counts.
+    """
+    theirs: dict[int, list[float]] = {}
+    for row in other:
+        if row["load"] == load and row.get(figure):
+            theirs.setdefault(row["round"], []).append(row[figure])
     found = [
-        row[figure] / theirs[row["round"]]
+        row[figure] / statistics.geometric_mean(theirs[row["round"]])
         for row in mine
         if row["load"] == load and row["round"] in theirs and row.get(figure)
     ]
@@ -468,7 +476,7 @@ def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping
     """Return the mean step that ``tune`` states today and under the plan, and the measured ones, in milliseconds.
 
     A host drifts: the same engine took up to 1.6 times as long in a later round. So what is stated for the plan is
-    compared at the speed of the rounds: times what the engine by itself took in them, by what it took when observed.
+    compared at the speed of the rounds: times what engines by themselves took in them, by what one took when observed.
     """
     tune, observed = results.get("tune") or {}, results.get("observed", ())
     found: dict[str, Any] = {}
@@ -477,8 +485,10 @@ def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping
         return found
     stated = before["mean_step_ms"]
     found["before"] = {"stated_ms": stated, "measured_ms": measured, "off": round(stated / measured - 1, 4)}
-    rounds = [{(row["load"], row["round"]): row for row in by_column[column]} for column in (ITSELF, TUNED)]
-    itself, after = (mean_step(rows[key] for key in rows if key in other) for rows, other in (rounds, rounds[::-1]))
+    rounds = [*by_column[ITSELF], *by_column[AGAIN]], by_column[TUNED]
+    keys = [{(row["load"], row["round"]) for row in rows} for rows in rounds]
+    served = keys[0] & keys[1]
+    itself, after = (mean_step(row for row in rows if (row["load"], row["round"]) in served) for rows in rounds)
     if tune.get("verdict") == "change" and itself and after:
         stated, drift = tune["proposed"]["mean_step_ms"], itself / measured
         found["after"] = {"stated_ms": stated, "measured_ms": after, "drift": round(drift, 4)}
@@ -544,7 +554,7 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     """Return a command line with the options that both benchmarks have."""
     options = parser(doc)
     options.add_argument("--expert", type=Path, help="spec with the list that is compared; default: without it")
-    options.add_argument("--rounds", type=int, default=3, help="the most; fewer where the time ends")
+    options.add_argument("--rounds", type=int, default=9, help="the most; fewer where the time ends")
     options.add_argument("--again", action="store_true", help="a second engine by itself: what two starts differ by")
     options.add_argument("--observed-steps", type=int, default=2000, help="of the target: the loads repeat until then")
     options.add_argument("--seconds", type=float, default=540, help="no round begins that could end later")

@@ -3,6 +3,10 @@
 As vLLM's adaptive verification does (``spec_decode/adaptive_verification.py``): five runs of each size on dummy
 inputs, timed by CUDA events. Of a graph the least counts, of an eager step the median. Dummy inputs write to no slot of
 the KV cache, and the block tables of the drafter's own graphs name the null block.
+
+Their rows are padding, as in a capture, and the routers of a mixture give padding to no expert
+(``VLLM_MOE_SKIP_PADDING``). So the times of two sizes differ by what padding takes in service, too. What the experts of
+a batch take on any size is not in them: the intervals between the steps of a load have it.
 """
 
 from __future__ import annotations

@@ -297,14 +297,15 @@ class Verifications:
         for length, steps in uniform.items():
             for sampled, count in _frequencies(steps):
                 pairs[length, sampled] += count
-        most = max((proposed for proposed, _ in pairs), default=0)
+        # A part of a prompt samples nothing, and verifies nothing.
+        verified = {pair: count for pair, count in pairs.items() if pair[1] or not self._bonus}
+        most = max((proposed for proposed, _ in verified), default=0)
         drafted, accepted = [0] * most, [0] * most
-        for (proposed, sampled), count in pairs.items():
-            if sampled or not self._bonus:  # a part of a prompt samples nothing, and verifies nothing
-                for position in range(proposed):
-                    drafted[position] += count
-                for position in range(min(proposed, sampled - self._bonus)):
-                    accepted[position] += count
+        for (proposed, sampled), count in verified.items():
+            for position in range(proposed):
+                drafted[position] += count
+            for position in range(min(proposed, sampled - self._bonus)):
+                accepted[position] += count
         return drafted, accepted
 
 
