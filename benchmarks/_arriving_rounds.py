@@ -253,9 +253,10 @@ class Deployment:
             self.results["engines"][column] = answer["facts"]
             CONSOLE.print(f"{self.group.name}: {column}: {answer['facts']}", markup=False)
 
-    def warm_up(self, column: str, limits: Limits) -> None:
+    def warm_up(self, column: str, limits: Limits, loads: Iterable[Mapping[str, Any]] = (WARM_UP,)) -> None:
         """Serve requests that are neither observed nor measured: the first steps of a size compile kernels."""
-        self._ask(column, {"load": WARM_UP, "tag": "warm", "seed": 1, "unobserved": True}, limits)
+        for index, load in enumerate(loads):
+            self._ask(column, {"load": load, "tag": f"w{index}", "seed": 1, "unobserved": True}, limits)
 
     def observe(self, limits: Limits) -> Path | None:
         """Serve the loads on the engine by itself until enough is observed; return the folder of the observation."""
@@ -354,7 +355,8 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool
             file.write_text(dumps(rig.expert(group)), encoding="utf-8")
         each.start(plans, limits)
         yield summarised(each.results)
-        each.warm_up(ITSELF, limits)
+        # The first engine compiles what the others load: four seconds of steps were in no interval.
+        each.warm_up(ITSELF, limits, group.loads)
         observed = each.observe(limits)
         yield summarised(each.results)
         plan = each.tune(observed, limits)
