@@ -5,8 +5,9 @@ inputs, timed by CUDA events. Of a graph the least counts, of an eager step the 
 the KV cache, and the block tables of the drafter's own graphs name the null block.
 
 Their rows are padding, as in a capture, and the routers of a mixture give padding to no expert
-(``VLLM_MOE_SKIP_PADDING``). So the times of two sizes differ by what padding takes in service, too. What the experts of
-a batch take on any size is not in them: the intervals between the steps of a load have it.
+(``VLLM_MOE_SKIP_PADDING``). What the experts of a batch take is in the intervals between the steps of a load alone. So
+padding seems free where a replay waits for the host and a step in service waits for the device: mixed batches of 513 to
+1,024 tokens of Qwen3-30B-A3B took 11 % longer on a graph of 2,048.
 """
 
 from __future__ import annotations
