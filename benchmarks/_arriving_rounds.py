@@ -383,11 +383,10 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of a group with medians and spread, ratios, eager steps and the promise."""
     rows = [with_steps(row) for row in (*results["rounds"],)]
     by_column = {column: [row for row in rows if row["column"] == column] for column in COLUMNS}
-    verdict_of_tune = results.get("tune", {}).get("verdict")
-    if not by_column[TUNED] and verdict_of_tune == "keep":
-        by_column[TUNED] = by_column[ITSELF]
     # Two starts of one engine differ as much as two plans do: where there is a second, both are what is compared with.
     baseline = [*by_column[ITSELF], *by_column[AGAIN]]
+    if not by_column[TUNED] and results.get("tune", {}).get("verdict") == "keep":
+        by_column[TUNED] = baseline = by_column[ITSELF]
     medians = {
         column: {
             load: {figure: _spread([row[figure] for row in mine if row.get(figure) is not None]) for figure in FIGURES}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,20 @@ def test_ratios_are_of_the_same_round(found: list[tuple[float, float, float, flo
     for pair, loads in first.items():
         for load, figures in loads.items():
             assert second[pair][load]["tokens_per_second"] == pytest.approx(figures["tokens_per_second"], abs=2e-4)
+
+
+@given(st.lists(st.tuples(RATES, RATES, RATES, RATES), min_size=1, max_size=5))
+def test_two_engines_by_themselves_count_with_their_mean(found: list[tuple[float, float, float, float]]) -> None:
+    """As what others are compared with; the second is compared with the first."""
+    rates = dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
+    ratios = measured(rows_of(rates))["ratios"]
+    own, again = rates[rounds.ITSELF], rates[rounds.AGAIN]
+    both = [math.sqrt(one * two) for one, two in zip(own, again, strict=True)]
+    wanted = {rounds.EXPERT: both, rounds.TUNED: both, rounds.AGAIN: own}
+    for column, other in wanted.items():
+        each = [mine / base for mine, base in zip(rates[column], other, strict=True)]
+        figures = ratios[f"{column} / {rounds.ITSELF}"]["32 in flight"]["tokens_per_second"]
+        assert figures == pytest.approx([statistics.median(each), min(each), max(each)], abs=1e-4)
 
 
 def test_promise_is_the_mean_step_of_the_loads() -> None:
