@@ -163,6 +163,8 @@ def _read_source(
 ) -> list[SourceCounts]:
     """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources`` does."""
     if Path(source.path).is_dir():
+        if options.part != (0.0, 1.0):
+            raise _unordered(source.name)
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     said: dict[str, None] = {}
     blocks = source.blocks(advance=advance, note=lambda note: said.update({note: None}))
@@ -174,7 +176,7 @@ def _read_source(
     if whole is not None:
         # Traces have times, and reports list their steps in order; others have totals alone.
         if options.part != (0.0, 1.0) and whole not in (read_trace, _report):
-            raise _refusal(source.name, "has no order in time, so no part of it can be read", "give a log or a trace")
+            raise _unordered(source.name)
         counts = whole(_text(source, itertools.chain([first], blocks)), source.name, options)
         return [attrs.evolve(counts, notes=(*counts.notes, *said))]
     if options.part != (0.0, 1.0):
@@ -257,6 +259,10 @@ def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
 
 def _refusal(name: str, message: str, remedy: str = "") -> InvalidDocument:
     return InvalidDocument([Problem(file=name, message=message, remedy=remedy)])
+
+
+def _unordered(name: str) -> InvalidDocument:
+    return _refusal(name, "has no order in time, so no part of it can be read", "give a log or a trace")
 
 
 def _listed(formats: Sequence[LogFormats]) -> str:

@@ -201,18 +201,22 @@ def test_drafters_count_and_what_is_assumed_comes_last(call: Run) -> None:
 
 
 def test_observations_are_tuned_by_their_own_batches(call: Run, tmp_path: Path) -> None:
-    """What an engine captured is today, what it ran is the traffic, and its acceptance counts."""
+    """What an engine captured is today, what it ran is the traffic, and its acceptance counts.
+
+    Its batches have no order, so that nothing is held out, whether the file is given or its folder.
+    """
     spec = codec.load_spec(_spec(call))
     plan = codec.load_plan("spec.plan.yaml")
-    recorder = Recorder(tmp_path, "seen")
+    recorder = Recorder(tmp_path / "observed", "seen")
     recorder.begin(replace(observation_of(plan), device="NVIDIA H200", model=spec.model.name))
     for _ in range(1200):
         recorder.count(Role.TARGET, 5, 20, 4, True, 0, None, Reason.RANK)
     recorder.draft([1200, 1200, 1200], [600, 300, 0])
     recorder.close()
     Path("profile.yaml").write_text(codec.dumps(profile(tuple(Role), speculative=DRAFTS)), "utf-8")
-    data = tuned(call, "seen.yaml", "--profile", "profile.yaml")
-    assert data["steps"]["judged"] == 1200
+    data = tuned(call, "observed", "--profile", "profile.yaml")
+    assert data["steps"] == {"chosen": 1200, "judged": 1200, "held_out": False, "least": 1000}
+    assert tuned(call, "observed/seen.yaml", "--profile", "profile.yaml")["steps"] == data["steps"]
     assert data["today"]["graphs"] == plan.num_graphs
     step, token = data["today"]["mean_step_ms"], data["today"]["token_ms"]
     assert token == pytest.approx(step / (1 + 900 / 1200), rel=1e-4)  # the document is rounded

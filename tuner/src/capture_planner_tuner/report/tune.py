@@ -73,20 +73,18 @@ def price_of(result: TuneResult) -> Iterator[str]:
     if tuning.verdict is not TuneVerdict.CHANGE or today is None or proposed is None:
         return
     mib = proposed.memory_mib - today.memory_mib
-    memory = f"{proposed.memory_mib:,.0f} MiB ({_than(mib, '{:,.0f} MiB')})"
-    memory += _room(result, mib)
+    memory = f"{proposed.memory_mib:,.0f} MiB ({_than(mib, '{:,.0f} MiB')}{_room(result, mib)})"
     graphs = f"{counted(proposed.graphs, 'graph')} ({_than(proposed.graphs - today.graphs, '{:,.0f}', 'fewer')})"
     start_up = f"{proposed.seconds:.1f} s of start-up ({_than(proposed.seconds - today.seconds, '{:.1f} s')})"
     yield f"price: {graphs}, {memory}, and {start_up}."
 
 
 def _room(result: TuneResult, mib: float) -> str:
-    """Write how many tokens of the KV cache memory is room for; nothing where that is not known."""
+    """Write how many tokens of the KV cache take as much memory; nothing where that is not known."""
     # Below one MiB the figure is noise of the estimate.
     if not result.kv_token_mib or abs(mib) < 1:
         return ""
-    tokens = f"{abs(mib) / result.kv_token_mib:,.0f} tokens {'less' if mib > 0 else 'more'}"
-    return f", which is room for {tokens} in the KV cache"
+    return f", or {abs(mib) / result.kv_token_mib:,.0f} tokens of the KV cache"
 
 
 def _than(change: float, form: str, less: str = "less") -> str:
@@ -105,7 +103,7 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
         room = _room(result, beyond.memory_mib)
         than = "" if tuning.plan is None else " than the proposal"
         yield (
-            f"with {beyond.memory_mib:,.0f} MiB more{room} the {subject_of(tuning.objective)} takes {beyond.gain:.0%} "
+            f"with {beyond.memory_mib:,.0f} MiB more{room}, the {subject_of(tuning.objective)} takes {beyond.gain:.0%} "
             f"less{than}, with {_than(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
             f"{_than(beyond.seconds, '{:.1f} s')} of start-up; give {' '.join(flags_of(beyond))}."
         )
