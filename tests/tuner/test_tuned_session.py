@@ -26,6 +26,7 @@ from capture_planner_tuner.tuning.session import (
     costs_of,
     engine_subject,
     grown,
+    missing_costs,
     observed_subject,
     tuned,
 )
@@ -138,6 +139,22 @@ def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path
             batch = Batch.mixed(Role.TARGET, min(tokens, 32), tokens)
             had = today.dispatch(batch)
             assert had.reason is Reason.UNKNOWN or had.entry is None or after.dispatch(batch).entry is not None
+
+
+@pytest.mark.parametrize("role", [Role.TARGET, Role.DRAFT_PREFILL])
+def test_costs_without_eager_times_are_an_estimate(role: Role) -> None:
+    """As of an engine that was not profiled, under a plan with graphs for all batches: no table could be priced."""
+    seen = observed(None)
+    roles = [
+        replace(each, eager=(), batches=tuple(batch for batch in each.batches if batch.graph is not None))
+        if each.role is role
+        else each
+        for each in seen.roles
+    ]
+    assert not costs_of(observed_subject(seen, "seen.yaml")).is_estimate
+    subject = observed_subject(replace(seen, roles=tuple(roles)), "seen.yaml")
+    assert costs_of(subject).is_estimate
+    assert "seen.yaml lacks times of graphs, or of steps without one" in missing_costs(subject)
 
 
 def test_a_model_is_never_described_by_the_profile() -> None:

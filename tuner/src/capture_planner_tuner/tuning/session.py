@@ -31,7 +31,7 @@ from capture_planner.measuring.fits import entry_family
 from capture_planner.measuring.traffic import RequestTrace, SourceOptions, fitting
 from capture_planner.measuring.traffic.request_trace import SCHEDULER, acceptance_of
 from capture_planner.measuring.traffic.source import Advance
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.measured.steps import Steps, steps_of
 from capture_planner.planning.planner import plan as make_plan
@@ -186,14 +186,18 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
 
 
 def _observed(subject: TuneSubject) -> Profile | None:
-    """Return the costs of an observation; None where it has none."""
+    """Return the costs of an observation; None where it has none, or none of steps without a graph."""
     observation = subject.observation
     if observation is None or observation.device not in (None, subject.environment.device.name):
         return None
     try:
-        return observed_profile(observation, subject.derived.spec.model, subject.environment.device)
+        profile = observed_profile(observation, subject.derived.spec.model, subject.environment.device)
     except CapturePlannerError:
         return None
+    # Under a plan with graphs for all batches, only a profile at the start times steps without one.
+    eager = {curve.role for curve in profile.curves if curve.mode is GraphMode.NONE}
+    mixed = {Role.TARGET, Role.DRAFT_PREFILL} & subject.today.modes.keys()
+    return profile if eager >= mixed else None
 
 
 def _foreign(profile: Profile, subject: TuneSubject) -> float:
@@ -212,7 +216,9 @@ def _foreign(profile: Profile, subject: TuneSubject) -> float:
 def missing_costs(subject: TuneSubject) -> str:
     """Return what has to be done for figures that can be promised, as a sentence."""
     seen = subject.observation is not None
-    why = f": {subject.file} has no costs" if seen else " by the costs of another machine"
+    why = " by the costs of another machine"
+    if seen:
+        why = f": {subject.file} lacks times of graphs, or of steps without one"
     command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
     return (
         f"this is an estimate{why}; for a promise, start the engine once with CAPTURE_PLANNER_PROFILE=1 "
