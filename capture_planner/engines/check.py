@@ -468,7 +468,7 @@ HEAVY_RATIO, HEAVY_TOKENS = 2, 32
 
 @rule("EN006", Severity.WARNING, BugClass.C, "sglang#31487", "sglang#40253")
 def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
-    """A batch is padded to more than twice its tokens, by more than a few of them."""
+    """A batch is padded to more than twice its tokens, and more than a few. Under a plan, a note."""
 
     def heavy(answer: BatchAnswer) -> bool:
         entry, real = answer.answer.entry, answer.batch.num_tokens
@@ -525,6 +525,10 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
 PLANNED = "a plan has replaced the engine's sizes: change the plan's spec and plan again, or tune this observation"
 
 
+CHOSEN = frozenset({"EN006"})
+"""Rules about sizes that an engine's list has by a formula, and a plan by what they cost: notes under a plan."""
+
+
 def check_observation(observation: Observation) -> tuple[EngineFinding, ...]:
     """Return all findings, by code: those about engines, then those that only observations have.
 
@@ -536,6 +540,9 @@ def check_observation(observation: Observation) -> tuple[EngineFinding, ...]:
     findings = [
         attrs.evolve(
             each,
+            diagnosis=attrs.evolve(each.diagnosis, severity=Severity.NOTE)
+            if by_plan and each.rule.code in CHOSEN
+            else each.diagnosis,
             # The flags do not decide sizes under a plan, so fixing them would change nothing.
             fix=PLANNED if by_plan else each.fix or NO_FIX.format(observation.engine),
             steps=None if each.diagnosis.concerns is None else _steps(observation, emulation, each.diagnosis),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
+from capture_planner.analysis.lint import Severity
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
@@ -259,6 +260,19 @@ def test_engine_under_a_plan_is_fixed_by_its_spec(name: str) -> None:
     found = check_observation(observation)
     assert {"spec" in each.fix for each in found if each.rule.code in ("EN001", "OB001")} <= {True}
     assert not [each.fix for each in found if "--" in each.fix or "cuda_graph" in each.fix]
+
+
+def test_padding_under_a_plan_is_a_note() -> None:
+    """A plan has its sizes by what they cost; other findings weigh as without one."""
+    seen = Counter[str]()
+    for name in COMMANDS:
+        bare = check_observation(observed(name))
+        planned = check_observation(replace(observed(name), plan="sha256:" + "0" * 64))
+        for one, other in zip(planned, bare, strict=True):
+            assert one.rule is other.rule
+            assert one.severity is (Severity.NOTE if one.rule.code == "EN006" else other.severity)
+            seen[one.rule.code] += one.severity is not other.severity
+    assert seen["EN006"]
 
 
 @pytest.mark.parametrize("code", OBSERVED_RULES)
