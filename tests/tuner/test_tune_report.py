@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
 from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import spec_of
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured.steps import steps_of
+from capture_planner.planning.measured.steps import Steps, steps_of
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner_tuner.report.tune import tune_report
+from capture_planner_tuner.report.tune import mode_of, tune_report
 from capture_planner_tuner.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
 from capture_planner_tuner.tuning.tune import TuneCase, tune
 from support.tuning import MODEL, profile
@@ -103,6 +108,16 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
+
+
+@given(st.sampled_from(GraphMode), st.integers(0, 100))
+def test_a_mode_without_graphs_for_prompts_is_said(mode: GraphMode, prompts: int) -> None:
+    """No sizes help there: of more than a tenth of the steps, and of a mode that has other graphs."""
+    counts = {Batch.decode(Role.TARGET, 4, 1): 100 - prompts, Batch.mixed(Role.TARGET, 4, 90): prompts}
+    load, today = SimpleNamespace(judged=Steps(counts)), SimpleNamespace(modes={Role.TARGET: mode})
+    result = SimpleNamespace(load=load, subject=SimpleNamespace(today=today))
+    said = list(mode_of(result))  # type: ignore[arg-type]
+    assert bool(said) is (mode is GraphMode.FULL_DECODE_ONLY and prompts > 10)
 
 
 @pytest.mark.parametrize("objective", ["mean", "p99"])

@@ -14,7 +14,7 @@ from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.emulation import Emulation
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.measured.steps import PassCost
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
@@ -113,6 +113,15 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
         and any(share > MANY_EAGER for share in proposed.eager_share.values())
     ):
         yield "more graphs or memory would take less than 1% off a step, by these costs."
+
+
+def mode_of(result: TuneResult) -> Iterator[str]:
+    """Say where the target's mode leaves many steps without a graph, whatever the sizes."""
+    load, mode = result.load.judged, result.subject.today.modes.get(Role.TARGET)
+    prompts = sum(count for batch, count in load.counts.items() if not batch.past_prompt) / max(load.total, 1)
+    if mode is GraphMode.FULL_DECODE_ONLY and prompts > MANY_EAGER:
+        has = f"{mode.value} has no graphs for those; FULL_AND_PIECEWISE has"
+        yield f"{prompts:.1%} of the steps have prompts, and {has}."
 
 
 def flags_of(beyond: Beyond) -> Iterator[str]:
@@ -257,6 +266,7 @@ def _verdict(result: TuneResult) -> Section:
             *figures_of(tuning),
             *price_of(result),
             *beyond_of(result),
+            *mode_of(result),
             f"{judged}.",
             *noted(*(f"note: {each}" for each in result.notes)),
         ),
