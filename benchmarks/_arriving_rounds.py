@@ -355,7 +355,7 @@ def measure(group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool
             file.write_text(dumps(rig.expert(group)), encoding="utf-8")
         each.start(plans, limits)
         yield summarised(each.results)
-        # The first engine compiles what the others load: four seconds of steps were in no interval.
+        # The first engine compiles kernels that the others load from disk. Such steps have no interval.
         each.warm_up(ITSELF, limits, group.loads)
         observed = each.observe(limits)
         yield summarised(each.results)
@@ -417,7 +417,7 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
         "medians": medians,
         "ratios": ratios,
         "without_graph": {column: without_graph(found) for column, found in by_column.items() if found},
-        "promise": promise(results, by_column),
+        "promise": promise(results, baseline, by_column[TUNED]),
     }
 
 
@@ -473,7 +473,9 @@ def mean_step(rows: Iterable[Mapping[str, Any]]) -> float | None:
     return round(sum(row["busy_seconds"] for row in found) / steps * 1e3, 4) if steps else None
 
 
-def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def promise(
+    results: Mapping[str, Any], baseline: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the mean step that ``tune`` states today and under the plan, and the measured ones, in milliseconds.
 
     A host drifts: the same engine took up to 1.6 times as long in a later round. So what is stated for the plan is
@@ -486,10 +488,9 @@ def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping
         return found
     stated = before["mean_step_ms"]
     found["before"] = {"stated_ms": stated, "measured_ms": measured, "off": round(stated / measured - 1, 4)}
-    rounds = [*by_column[ITSELF], *by_column[AGAIN]], by_column[TUNED]
-    keys = [{(row["load"], row["round"]) for row in rows} for rows in rounds]
-    served = keys[0] & keys[1]
-    itself, after = (mean_step(row for row in rows if (row["load"], row["round"]) in served) for rows in rounds)
+    sides = baseline, tuned
+    served = set.intersection(*({(row["load"], row["round"]) for row in rows} for rows in sides))
+    itself, after = (mean_step(row for row in rows if (row["load"], row["round"]) in served) for rows in sides)
     if tune.get("verdict") == "change" and itself and after:
         stated, drift = tune["proposed"]["mean_step_ms"], itself / measured
         found["after"] = {"stated_ms": stated, "measured_ms": after, "drift": round(drift, 4)}

@@ -135,6 +135,9 @@ def rule(
 BY_FLAGS = frozenset({"EN001", "EN004", "EN005", "EN007"})
 """The rules whose findings hold for any model, where flags alone decide the answer: those about what has no graph."""
 
+CHOSEN = frozenset({"EN006"})
+"""Rules about sizes that an engine's list has by a formula, and a plan by what they cost: notes under a plan."""
+
 NOTHING = "nothing to do"
 """Beginning of the fix of a finding that no flag removes; such a finding is a note."""
 
@@ -523,10 +526,6 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
 
 
 PLANNED = "a plan has replaced the engine's sizes: change the plan's spec and plan again, or tune this observation"
-
-
-CHOSEN = frozenset({"EN006"})
-"""Rules about sizes that an engine's list has by a formula, and a plan by what they cost: notes under a plan."""
 
 
 def check_observation(observation: Observation) -> tuple[EngineFinding, ...]:

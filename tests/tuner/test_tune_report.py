@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
 from capture_planner.analysis.arrivals import ServingLatency
@@ -110,14 +106,18 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert "<assumed>" not in text
 
 
-@given(st.sampled_from(GraphMode), st.integers(0, 100))
-def test_a_mode_without_graphs_for_prompts_is_said(mode: GraphMode, prompts: int) -> None:
+@pytest.mark.parametrize("mode", GraphMode)
+def test_a_mode_without_graphs_for_prompts_is_said(report: TuneResult, mode: GraphMode) -> None:
     """No sizes help there: of more than a tenth of the steps, and of a mode that has other graphs."""
-    counts = {Batch.decode(Role.TARGET, 4, 1): 100 - prompts, Batch.mixed(Role.TARGET, 4, 90): prompts}
-    load, today = SimpleNamespace(judged=Steps(counts)), SimpleNamespace(modes={Role.TARGET: mode})
-    result = SimpleNamespace(load=load, subject=SimpleNamespace(today=today))
-    said = list(mode_of(result))  # type: ignore[arg-type]
-    assert bool(said) is (mode is GraphMode.FULL_DECODE_ONLY and prompts > 10)
+    today = report.subject.today
+    (target,) = (each for each in today.managers if each.role is Role.TARGET)
+    today = attrs.evolve(today, managers=(attrs.evolve(target, mode=mode),))
+    subject = attrs.evolve(report.subject, today=today)
+    for prompts in range(101):
+        counts = {Batch.decode(Role.TARGET, 4, 1): 100 - prompts, Batch.mixed(Role.TARGET, 4, 90): prompts}
+        load = attrs.evolve(report.load, judged=Steps(counts))
+        said = list(mode_of(attrs.evolve(report, subject=subject, load=load)))
+        assert bool(said) is (mode is GraphMode.FULL_DECODE_ONLY and prompts > 10)
 
 
 @pytest.mark.parametrize("objective", ["mean", "p99"])

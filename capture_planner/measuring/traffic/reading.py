@@ -162,8 +162,9 @@ def _read_source(
     source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
     """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources`` does."""
+    is_part = options.part != (0.0, 1.0)
     if Path(source.path).is_dir():
-        if options.part != (0.0, 1.0):
+        if is_part:
             raise _unordered(source.name)
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     said: dict[str, None] = {}
@@ -175,11 +176,11 @@ def _read_source(
     whole = _whole_format(head, formats)
     if whole is not None:
         # Traces have times, and reports list their steps in order; others have totals alone.
-        if options.part != (0.0, 1.0) and whole not in (read_trace, _report):
+        if is_part and whole not in (read_trace, _report):
             raise _unordered(source.name)
         counts = whole(_text(source, itertools.chain([first], blocks)), source.name, options)
         return [attrs.evolve(counts, notes=(*counts.notes, *said))]
-    if options.part != (0.0, 1.0):
+    if is_part:
         # The format is known by the head of the file, and the part may lie elsewhere.
         blocks.close()  # type: ignore[attr-defined]
         blocks = source.blocks(options.part, advance, lambda note: said.update({note: None}))
@@ -194,7 +195,7 @@ def _read_source(
         # Samples of binary lines say nothing.
         if b"\0" in head:
             shown = "; it is binary, not text"
-        if options.part != (0.0, 1.0):
+        if is_part:
             message = f"no steps in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its length{shown}"
             raise _refusal(source.name, message, "read a larger part, or all")
         raise _refusal(source.name, f"no batches in a known format{shown}", _listed(formats))

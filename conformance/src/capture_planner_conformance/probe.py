@@ -147,7 +147,7 @@ class Tables(nn.Module):
         return self._known[key]
 
     def computed(self, ids: torch.Tensor, first: int) -> torch.Tensor:
-        """Compute the rows that ``rows`` returns; ``ids`` are on the device."""
+        """Compute what ``rows`` returns, of ``ids int64[S]`` on the device."""
         return self.attended(ids, first).flatten(1)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:

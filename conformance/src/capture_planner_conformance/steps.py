@@ -116,14 +116,14 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
     expected = torch.cat([tables.rows(ids, live.computed) for _, live, _, ids in each])
     expected = coupled_rows(stage, target, expected, batch.ids)
     with located(batch.batch(Role.TARGET), entry):
-        parts = {index: where for index, _, where, _ in each}
-        wrong = first_wrong_request(body.hidden, expected, parts, tables.shape.width, stage.tolerance, tables.name)
+        parts = [(body.hidden[where], expected[where]) for _, _, where, _ in each]
+        wrong = first_wrong_part(parts, tables.shape.width, stage.tolerance, tables.name)
         if wrong is not None:
-            raise row_check(entry, eager=eager).violation(wrong)
+            message = f"{wrong[1]} of request {each[wrong[0]][0]} in the batch"
+            raise row_check(entry, eager=eager).violation(message)
         # Only a graph of decodes computes a token for every row; others are sampled behind the graph.
         has_tokens = entry is not None and entry.tokens_each is not None
-        tokens = body.tokens[: len(expected)]
-        if has_tokens and not is_likeliest(tokens, expected, stage.target.head, stage.tolerance):
+        if has_tokens and unlikely(body.tokens[: len(expected)], expected, target.head, stage.tolerance).any():
             raise Check.ROWS.violation("a token is not the likeliest of its row")
         check_slots(stage, batch, Role.TARGET)
         stage.check_ran(batch)
@@ -157,24 +157,24 @@ def first_wrong_row(
     return f"{name(layer)}, {error_text(off[row, layer], size[row, layer])} in row {row}"
 
 
-def first_wrong_request(
-    got: torch.Tensor,
-    want: torch.Tensor,
-    parts: Mapping[int, slice],
+def first_wrong_part(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     width: int,
     tolerance: float,
     name: Callable[[int], str] = lambda layer: f"layer {layer}",
-) -> str | None:
-    """Compare the rows of requests, ``parts`` of the batch by number; describe the first that is off, if any is."""
-    # All rows at once first, since usually none is wrong.
-    got_rows, want_rows = (torch.cat([rows[part] for part in parts.values()]) for rows in (got, want))
-    if first_wrong_row(got_rows, want_rows, width, tolerance) is None:
+) -> tuple[int, str] | None:
+    """Compare parts, each the rows that were got and those that are right; return the first that is off.
+
+    Returns its index and what is off, as ``first_wrong_row`` describes it; None: nothing is.
+    """
+    if not parts:
         return None
-    for index, part in parts.items():
-        wrong = first_wrong_row(got[part], want[part], width, tolerance, name)
-        if wrong is not None:
-            return f"{wrong} of request {index} in the batch"
-    raise AssertionError("a row that is wrong among all is one of a request")
+    # All rows at once first, since usually none is wrong.
+    every_got, every_want = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    if first_wrong_row(every_got, every_want, width, tolerance) is None:
+        return None
+    described = (first_wrong_row(got, want, width, tolerance, name) for got, want in parts)
+    return next((index, wrong) for index, wrong in enumerate(described) if wrong is not None)
 
 
 def beyond(off: torch.Tensor, size: torch.Tensor, tolerance: float) -> torch.Tensor:
@@ -195,23 +195,29 @@ def error_text(off: torch.Tensor, size: torch.Tensor) -> str:
 
 def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, tolerance: float) -> bool:
     """Say whether each token is the likeliest of its row of ``hidden float64[n, hidden]``, or tied with it."""
+    return not bool(unlikely(tokens, hidden, head, tolerance).any())
+
+
+def unlikely(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Say of each token, ``bool[n]``, whether another one of its row is likelier; what is no token is unlikely."""
     is_token = (tokens >= 0) & (tokens < VOCABULARY)
     logits = hidden @ head.double()
     chosen = logits.gather(1, tokens[:, None].long().clamp(0, VOCABULARY - 1)).squeeze(1)
     # Two logits may each be off by a row's error times the norm of a column; twice that is let pass.
     slack = 4 * tolerance * (hidden.norm(dim=1) + 0.1) * head.double().norm(dim=0).max()
-    return bool((is_token & (chosen >= logits.max(1).values - slack)).all())
+    likely: torch.Tensor = chosen >= logits.max(1).values - slack
+    return ~(is_token & likely)  # not `chosen < ...`, which is false of NaN
 
 
 def check_slots(stage: Stage, batch: SceneBatch, role: Role) -> None:
     """Check that the slots of the batch hold the keys and values of its tokens."""
     cache, inputs = stage.world.caches[int(role.is_drafter)], batch.inputs_by_role[role].declared
-    ids, positions = stage.on_device(inputs["input_ids"]).long(), stage.on_device(inputs["positions"])
     # Padding writes the null slot, which may hold anything.
-    real = stage.on_device(np.flatnonzero(inputs["slot_mapping"] != NULL_SLOT))
-    slots = stage.on_device(inputs["slot_mapping"])[real]
+    real = inputs["slot_mapping"] != NULL_SLOT
+    names = ("input_ids", "positions", "slot_mapping")
+    ids, positions, slots = (stage.on_device(inputs[name][real]).long() for name in names)
     held = torch.cat([part[slots].double() for part in cache.flat()], dim=1)
-    want = torch.cat([part[real].double() for part in cache.expected(ids, positions)], dim=1)
+    want = torch.cat([part.double() for part in cache.expected(ids, positions)], dim=1)
     if not torch.allclose(held, want, rtol=stage.tolerance, atol=stage.tolerance):
         raise Check.STORED.violation("a slot of the batch does not hold the key and value of its token")
 
@@ -253,13 +259,12 @@ class FirstPass:
         is_modules = stage.scene.drafter is DraftScheme.MODULES
         want = list(self._modules(state.proposed[places])) if is_modules else [self._states(rows)]
         # Rows that follow the last one read tokens that modules have yet to draft.
-        parts = {
-            index: slice(start, start + (each.last + 1 if is_modules else each.count))
-            for index, (start, each) in enumerate(zip(starts[:-1].tolist(), rows, strict=True))
-        }
-        wrong = first_wrong_request(hidden, want[-1], parts, self.drafter.hidden_size, stage.tolerance)
+        counts = [each.last + 1 if is_modules else each.count for each in rows]
+        seen = [slice(start, start + count) for start, count in zip(starts[:-1], counts, strict=True)]
+        parts = [(hidden[each], want[-1][each]) for each in seen]
+        wrong = first_wrong_part(parts, self.drafter.hidden_size, stage.tolerance)
         if wrong is not None:
-            raise rows_check.violation(f"the state of {wrong}")
+            raise rows_check.violation(f"the state of {wrong[1]} of request {wrong[0]} in the batch")
         proposed = state.proposed[places]
         last = torch.tensor([start + each.last for start, each in zip(starts[:-1], rows, strict=True)])
         ends = torch.from_numpy(starts[1:]) - 1
@@ -437,15 +442,12 @@ def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> No
     # Coupled rows differ by a factor, which is the same for all tokens that could follow.
     hidden = stage.target.tables.rows(ids, len(request.prompt) - 1) + stage.target.adapters[request.adapter].double()
     served = torch.tensor(tokens, device=stage.subject.device)
-    # All tokens at once first, since usually none is wrong.
-    if is_likeliest(served, hidden, stage.target.head, stage.tolerance):
-        return
-    for number in range(len(tokens)):
-        one = slice(number, number + 1)
-        if not is_likeliest(served[one], hidden[one], stage.target.head, stage.tolerance):
-            token = f"token {number + 1} of {request.name} (prompt of {len(request.prompt)})"
-            place = _place_of(stage, request.name, len(request.prompt) + number - 1)
-            raise Check.TOKENS.violation(f"{token} is not the model's greedy choice", **place)
+    wrong = unlikely(served, hidden, stage.target.head, stage.tolerance).nonzero()
+    if len(wrong):
+        number = int(wrong[0])
+        token = f"token {number + 1} of {request.name} (prompt of {len(request.prompt)})"
+        place = _place_of(stage, request.name, len(request.prompt) + number - 1)
+        raise Check.TOKENS.violation(f"{token} is not the model's greedy choice", **place)
 
 
 def _place_of(stage: Stage, name: str, position: int) -> dict[str, object]:
@@ -468,15 +470,9 @@ def check_served_rows(stage: Stage, tokens: Mapping[str, Sequence[int]]) -> None
         width, name = cache.tables.shape.width, cache.tables.name
         forwards = [forward for forward in stage.watch.served_forwards if forward.role is role]
         found = list(pieces(forwards, cache, tokens))
-        if not found:
-            continue
-        got, want = (torch.cat([getattr(each, part) for each in found]).flatten(1) for part in ("got", "want"))
-        # All rows at once first, since usually none is wrong.
-        if first_wrong_row(got, want, width, stage.tolerance) is None:
-            continue
-        for each in found:
-            wrong = first_wrong_row(each.got.flatten(1), each.want.flatten(1), width, stage.tolerance, name)
-            if wrong is not None:
-                message = f"{wrong} of {each.rows.name}, a request that is served"
-                check = row_check(each.forward.entry, eager=False)
-                raise check.violation(message, **each.forward.place)
+        parts = [(each.got.flatten(1), each.want.flatten(1)) for each in found]
+        wrong = first_wrong_part(parts, width, stage.tolerance, name)
+        if wrong is not None:
+            each = found[wrong[0]]
+            message = f"{wrong[1]} of {each.rows.name}, a request that is served"
+            raise row_check(each.forward.entry, eager=False).violation(message, **each.forward.place)

@@ -347,13 +347,11 @@ class Watch(ForwardObserver):
         outputs = dict(self._outputs.of(role))
         if not outputs:
             return
-        unwritten = torch.stack([(bits(output) == mark(output)).all(dim=1) for output in outputs.values()])
-        if bool(unwritten.any()):
-            number, row = unwritten.nonzero()[0].tolist()
-            layer = list(outputs)[number]
-            raise Check.WRITTEN.violation(
-                f"attention of layer {layer} does not write row {row} of {unwritten.shape[1]}"
-            )
+        unwritten = torch.stack([(bits(output) == mark(output)).all(dim=1) for output in outputs.values()]).nonzero()
+        if len(unwritten):
+            number, row = unwritten[0].tolist()
+            layer, output = list(outputs.items())[number]
+            raise Check.WRITTEN.violation(f"attention of layer {layer} does not write row {row} of {len(output)}")
 
     def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
         """Return the slots that the batch may write: its tokens' slots, and the null page."""

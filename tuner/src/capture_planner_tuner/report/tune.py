@@ -31,7 +31,7 @@ Group = tuple[Role, int | None]
 """A role and the query length of its decodes; None: its mixed batches."""
 
 MANY_EAGER = 0.1
-"""Share of a role's steps without a graph from which the first lines say what more graphs buy."""
+"""Share of steps without a graph from which the first lines say what more graphs buy, or another mode."""
 
 
 def figures_of(tuning: Tuning) -> Iterator[str]:
@@ -120,8 +120,10 @@ def mode_of(result: TuneResult) -> Iterator[str]:
     load, mode = result.load.judged, result.subject.today.modes.get(Role.TARGET)
     prompts = sum(count for batch, count in load.counts.items() if not batch.past_prompt) / max(load.total, 1)
     if mode is GraphMode.FULL_DECODE_ONLY and prompts > MANY_EAGER:
-        has = f"{mode.value} has no graphs for those; FULL_AND_PIECEWISE has"
-        yield f"{prompts:.1%} of the steps have prompts, and {has}."
+        yield (
+            f"{prompts:.1%} of the steps have prompts, and {mode.value} has no graphs for those; "
+            "FULL_AND_PIECEWISE has."
+        )
 
 
 def flags_of(beyond: Beyond) -> Iterator[str]:

@@ -280,7 +280,7 @@ def with_answers(base: Observation, tracks: Sequence[Track]) -> Observation:
 def with_capture(base: Observation, capture: tuple[float, int] | None) -> Observation:
     """Add what the whole capture took.
 
-    :param capture: seconds and bytes, without those of replays and trials; None: nothing was captured.
+    :param capture: seconds and bytes, excluding replays and trials; None: nothing was captured.
     """
     if capture is None:
         return base

@@ -212,7 +212,7 @@ class Observer(StepHooks):
     def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
         """Write the first observation, and count from now on.
 
-        :param capture: seconds and bytes of the whole capture, without those of replays and trials.
+        :param capture: seconds and bytes of the capture, excluding replays and trials.
         """
         try:
             self._record(runner, self._described(runner, captures, capture))
