@@ -249,6 +249,9 @@ class GraphRow:
     seconds: Times | None = column("time of each capture, in seconds", "seconds", omitted=None)
     mib: Times | None = column("memory of each capture, in MiB", "mib", omitted=None)
     milliseconds: Times | None = column("median time of a replay, in milliseconds", "milliseconds", omitted=None)
+    half_milliseconds: Times | None = column(
+        "the same with half of the tokens, where experts skip padding", "half_milliseconds", omitted=None
+    )
     replays: tuple[Tally, ...] | None = column("steps that ran on each; 0 where omitted", "replays", omitted=0)
 
     def _problems(self) -> Iterator[Problem]:

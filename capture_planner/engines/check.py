@@ -662,7 +662,7 @@ def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterato
             if each.batch.role is manager.role and each.answer.reason is Reason.UNKNOWN
         ]
         if unknown:
-            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} allowed batches"
+            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} of the allowed batches"
             yield Diagnosis(manager.role, message, sum(unknown))
 
 

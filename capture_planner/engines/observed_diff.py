@@ -39,7 +39,7 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     changes += _answers(proof.differences)
     notes = []
     if proof.unknown:
-        notes.append(f"{proof.unknown:,} allowed batches are not compared: the engine was not asked about them")
+        notes.append(f"not compared: {proof.unknown:,} of the allowed batches, which the engine was not asked about")
     for plan, observation in ((old, new), (new, old)):
         # What ran is compared with a plan alone: between two observations loads differ, which is no drift.
         if isinstance(plan, Plan) and isinstance(observation, Observation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -42,6 +42,8 @@ class Curve:
     """The same pass without a graph, or in pieces: a graph that is not measured takes no longer."""
     pieces: float = 0.0
     """Milliseconds that are added because the curve is that of FULL graphs, and PIECEWISE ones are asked for."""
+    experts: Callable[[int], float] | None = None
+    """Milliseconds of the experts in an eager pass, by tokens, which are left out as they are of graphs."""
 
     @classmethod
     def of(cls, measured: CostCurve, passes: float = 1, overhead: float = 0.0) -> Curve:
@@ -60,6 +62,8 @@ class Curve:
 
     def _pass(self, tokens: int) -> float:
         least = self._measured(min(tokens, self.reach) if self.is_graph else tokens) * self.passes
+        if self.experts is not None:
+            least = max(least - self.experts(tokens), 0.0)
         if not self.is_graph or (tokens <= self.reach and not self.pieces):
             return least
         bound = least * max(tokens / self.reach, 1.0) + self.pieces * self.passes
@@ -93,6 +97,9 @@ class Costs:
     takes less. Where no PIECEWISE graph of a role was measured, one takes ``PIECES`` smallest FULL graphs longer than
     the FULL graph of its size, and never longer than the eager pass; all these are bounds from above. Where no FULL
     graph was measured, one takes what the PIECEWISE graph does.
+
+    The experts of a mixture take the same on any graph and on none, as they skip padding. So no time here has them
+    (``Profile.experts``), and a bound on a ratio is stricter than with them.
     """
 
     profile: Profile
@@ -109,9 +116,11 @@ class Costs:
         role, mode, query_len, draft_steps = family
         # What the mode of the target's pass adds to the base overhead of a step.
         overhead = 0.0 if role.is_drafter else self.profile.overhead(mode, query_len) - self.profile.base_overhead
-        curve = Curve.of(nearest, (draft_steps or 1) / (nearest.draft_steps or 1), overhead)
+        passes = draft_steps or 1
+        curve = Curve.of(nearest, passes / (nearest.draft_steps or 1), overhead)
         if not curve.is_graph:
-            return curve
+            experts = next((each for each in self.profile.experts if each.role is role), None)
+            return curve if experts is None else attrs.evolve(curve, experts=lambda tokens: experts(tokens) * passes)
         bounds = [self.known((role, GraphMode.NONE, query_len, draft_steps))]
         if mode is GraphMode.FULL and draft_steps is None and self.has_mode(role, GraphMode.PIECEWISE):
             bounds.append(self.known((role, GraphMode.PIECEWISE, None, None)))
@@ -138,7 +147,11 @@ class Costs:
         # Of each role the passes of a step with the most requests that were measured, which hide the least.
         speculative = profile.speculative
         repeats = {Role.DRAFT_DECODE: max(speculative.num_tokens - 1, 1)} if speculative is not None else {}
-        last = {each.role: each.milliseconds[-1] / (each.draft_steps or 1) for each in curves}
+        last = {
+            each.role: each.milliseconds[-1] / (each.draft_steps or 1)
+            + profile.expert_milliseconds(each.role, each.tokens[-1])
+            for each in curves
+        }
         drafting = sum(milliseconds * repeats.get(role, 1) for role, milliseconds in last.items())
         requests = max(each.tokens[-1] // (each.query_len or 1) for each in curves)
         hidden = profile.base_overhead + profile.step_milliseconds_per_request * requests

@@ -49,6 +49,8 @@ class ObservedGraph:
     """MiB that its capture took."""
     milliseconds: float | None = None
     """Milliseconds of a replay right after capture, the least or the median of a few; None: not profiled."""
+    half_milliseconds: float | None = None
+    """The same with half of its tokens, where the experts of a mixture skip padding; None: they do not, or unknown."""
     replays: int = 0
     """Number of steps on it."""
 

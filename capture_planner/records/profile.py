@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 import attrs
@@ -33,17 +34,37 @@ class CostCurve:
     def _problems(self) -> Iterator[Problem]:
         if self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
             yield Problem(path=("mode",), message=f"a pass runs PIECEWISE, FULL or NONE, not {self.mode.value}")
-        # Costs are looked up by bisection.
-        if not self.tokens or list(self.tokens) != sorted(set(self.tokens)):
-            yield Problem(path=("tokens",), message="expected sizes in ascending order, each once")
-        if len(self.tokens) != len(self.milliseconds):
-            message = f"{len(self.milliseconds)} times for {len(self.tokens)} sizes"
-            yield Problem(path=("milliseconds",), message=message, remedy="give one time for each size")
+        yield from _uneven(self)
 
     @property
     def key(self) -> tuple[Role, GraphMode, int | None, int | None]:
         """Role, mode, query length and draft steps: one curve of a profile has them."""
         return self.role, self.mode, self.query_len, self.draft_steps
+
+
+@record
+class ExpertCost:
+    """Milliseconds that the experts of a mixture take in a pass, by the tokens of the batch without their padding.
+
+    A replay takes them whatever its padded size, where padding is given to no expert (vLLM 0.33,
+    ``VLLM_MOE_SKIP_PADDING``). So no choice of sizes changes them, and no curve has them.
+    """
+
+    role: Role = field("the role")
+    tokens: tuple[Count, ...] = field("measured tokens of a batch, ascending")
+    milliseconds: tuple[Amount, ...] = field("time of the experts at each")
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from _uneven(self)
+
+    def __call__(self, tokens: int) -> float:
+        """Return the milliseconds of ``tokens``: from 0 on interpolated, and beyond the last in proportion."""
+        index = bisect_left(self.tokens, tokens)
+        if index == len(self.tokens):
+            return self.milliseconds[-1] * tokens / self.tokens[-1]
+        left, before = (self.tokens[index - 1], self.milliseconds[index - 1]) if index else (0, 0.0)
+        slope = (self.milliseconds[index] - before) / (self.tokens[index] - left)
+        return before + slope * (tokens - left)
 
 
 @record
@@ -120,7 +141,8 @@ class Profile:
     speculative: Speculative | None = field("its speculative decoding; None: off", default=None)
     parallel: Parallel = field("placement of the model on devices", factory=Parallel)
     context: Count | None = field("tokens in the KV cache of each request in the measured passes", default=None)
-    curves: tuple[CostCurve, ...] = field("times by size")
+    curves: tuple[CostCurve, ...] = field("times by size, without those of the experts of a mixture in experts")
+    experts: tuple[ExpertCost, ...] = field("times of the experts of a mixture, by role", default=())
     graphs: tuple[GraphCost, ...] = field("costs of a graph, by family", default=())
     pool: Pool = field("whose graphs share the memory of their intermediates", default=Pool.SHARED)
     base_mib: Amount = field("memory that capturing takes once in each pool, whatever it captures, in MiB", default=0.0)
@@ -144,6 +166,11 @@ class Profile:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
             yield from duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
         yield from duplicates([each.key for each in self.overheads], "{} is listed twice", "overheads", "mode")
+        yield from duplicates([each.role.value for each in self.experts], "{} is listed twice", "experts", "role")
+
+    def expert_milliseconds(self, role: Role, tokens: int) -> float:
+        """Return what the experts of a mixture take in a pass of so many tokens; 0.0 where the profile has none."""
+        return next((each(tokens) for each in self.experts if each.role is role), 0.0)
 
     def overhead(self, mode: GraphMode, query_len: int | None) -> float:
         """Return the milliseconds of a step besides its passes, apart from those for each request.
@@ -184,6 +211,16 @@ class Profile:
         eager = sum((each.milliseconds for each in drafting if each.is_eager), 0.0)
         apart = self.base_overhead + self.step_milliseconds_per_request * num_reqs
         return target + eager + (max(apart, graphs) if self.drafts_overlap else apart + graphs)
+
+
+def _uneven(times: CostCurve | ExpertCost) -> Iterator[Problem]:
+    """Yield what is wrong with times by size."""
+    # Costs are looked up by bisection.
+    if not times.tokens or list(times.tokens) != sorted(set(times.tokens)):
+        yield Problem(path=("tokens",), message="expected sizes in ascending order, each once")
+    if len(times.tokens) != len(times.milliseconds):
+        message = f"{len(times.milliseconds)} times for {len(times.tokens)} sizes"
+        yield Problem(path=("milliseconds",), message=message, remedy="give one time for each size")
 
 
 def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:

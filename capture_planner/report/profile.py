@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
-from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
+from capture_planner.records.profile import CostCurve, ExpertCost, GraphCost, Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Report, Section, ran, warned
 
@@ -24,6 +24,10 @@ def profile_report(profile: Profile) -> Report:
         heading = f"{curve.role.value} {ran(curve.mode)}, {kind}"
         grid = Grid.of(("tokens", "ms"), staircase(curve), text=0)
         sections.append(Section(name=f"curve-{number}", title=heading, parts=(grid,)))
+    for cost in profile.experts:
+        heading = f"{cost.role.value}, experts of a batch besides the pass"
+        grid = Grid.of(("tokens", "ms"), staircase(cost), text=0)
+        sections.append(Section(name=f"experts-{cost.role.value}", title=heading, parts=(grid,)))
     if profile.graphs:
         columns = ("graphs", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")
         grid = Grid.of(columns, map(_cost, profile.graphs), text=1)
@@ -53,7 +57,7 @@ def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "spread", f"at most {profile.spread:.1%} over repeats"
 
 
-def staircase(curve: CostCurve, flat: float = FLAT) -> Iterator[tuple[str, str]]:
+def staircase(curve: CostCurve | ExpertCost, flat: float = FLAT) -> Iterator[tuple[str, str]]:
     """Yield ranges of tokens, each with the time that its sizes take, after a running maximum."""
     points = list(zip(curve.tokens, accumulate(curve.milliseconds, max), strict=True))
     levels: list[float] = []

@@ -1,5 +1,6 @@
 """Throw-away captures, by a stand-in: they are timed and priced, and nothing is left of them, whatever happens."""
 
+import importlib
 import sys
 
 import pytest
@@ -150,3 +151,73 @@ def test_memory_that_profiling_keeps_is_not_that_of_graphs(monkeypatch):
         seen = observed(folder)
     assert kept
     assert seen.graph_mib == pytest.approx(3.0 - sum(kept) / (1 << 20), abs=0.01)
+
+
+@given(
+    st.sampled_from(MODES), st.booleans(), st.sampled_from((0, 1, 3)), st.sampled_from(((8, 32), (4,))), st.booleans()
+)
+def test_rows_of_a_mixture_count_as_tokens_while_it_is_timed(mode, fused, k, sizes, mixture):
+    """All of them, and half of them: a mixture skips padding, and sends equal tokens to the same experts."""
+    for environment in ({}, {observe.PROFILE: "1"}):
+        with process(**environment) as folder:
+            runner = started(fused, mode=mode, k=k, sizes=sizes, experts=(8 * mixture, 0))
+            seen, buffers = runner.cudagraph_manager.seen, runner.input_buffers
+            runner.shutdown()
+            role = observed(folder).roles[0]
+        assert bool(seen) is bool(environment)
+        for num_tokens, real, ids in seen:
+            assert real in ((num_tokens, num_tokens // 2) if mixture else (0,))
+            assert ids > min(num_tokens, 50) // 2 if mixture else ids == 1
+        assert {graph.half_milliseconds is not None for graph in (*role.graphs, *role.trials)} <= {
+            bool(environment) and mixture
+        }
+        # At the end all is padding, as a capture leaves it.
+        assert not bool(buffers.input_ids.any())
+        assert bool(buffers.is_padding.all()) or not (seen or role.graphs)
+
+
+def _with_load(runner):
+    runner.vllm_config.parallel_config.enable_eplb = True
+
+
+def _with_ranks(runner):
+    runner.pcp_manager = object()
+
+
+REASONS = {"the load by which it places experts": _with_load, "prefill context parallelism": _with_ranks}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("experts", [(8, 0), (8, 8)])
+def test_rows_that_stay_padding_are_said_to(monkeypatch, reason, experts):
+    """Replays take no time of the experts, and the observation says so."""
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+        original = runners.initialize_kv_cache
+
+        def initialize(runner):
+            original(runner)
+            REASONS[reason](runner)
+
+        monkeypatch.setattr(runners, "initialize_kv_cache", initialize)
+        runner = started(experts=experts)
+        seen = runner.cudagraph_manager.seen
+        runner.shutdown()
+        note, *others = [note for note in observed(folder).notes if "padding" in note]
+    assert note.startswith("graphs of the target were timed on padding, which its experts skip: ")
+    assert reason in note
+    assert len(others) == bool(experts[1])
+    assert seen
+    assert all(real == 0 and ids == 1 for _, real, ids in seen)
+
+
+@pytest.mark.parametrize("experts", [(8, 8), (0, 8), (0, 0)])
+def test_a_drafter_that_is_a_mixture_is_timed_on_padding(experts):
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runner = started(experts=experts)
+        seen = runner.cudagraph_manager.seen
+        runner.shutdown()
+        notes = [note for note in observed(folder).notes if "padding" in note]
+    said = "graphs of the drafter were timed on padding, which its experts skip: only the target's are timed on tokens"
+    assert notes == [said] * bool(experts[1])
+    assert {real > 0 for _, real, _ in seen} == {bool(experts[0])}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Refresh, Role
+from capture_planner.planning.costs import Curve
 from capture_planner.planning.measured import search
 from capture_planner.planning.measured.steps import LadderAnswers, judge
 from capture_planner.planning.measured.teams import NANO, SCALE, prior_share
@@ -24,7 +25,7 @@ from capture_planner.records.backend import Support
 from capture_planner.records.batch import Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.profile import GraphCost
+from capture_planner.records.profile import ExpertCost, GraphCost
 from capture_planner.records.spec import Budget, KindGraphs, Limits, Lora, Parallel, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend, PlanInputs, measurements
 from support.brute_force import MOST_TABLES, Problem, same, tables_of
@@ -147,10 +148,13 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
     """The mean step by the smoothed counts, what each ladder adds to it, and what one more graph would take off."""
     problem, table = problem_of(inputs)
     chosen = [ladder for ladder in table.ladders if ladder.sizes]
-    unserved = sum(
-        problem.prices.of(each, None, repeats).milliseconds * count for each, repeats, count in problem.demand.unserved
+    prices, demand = problem.prices, problem.demand
+    besides = sum(prices.experts(*each) * weight for *each, weight in problem.all_passes())
+    besides += sum(
+        (prices.of(each, None, repeats).milliseconds - prices.experts(each, repeats)) * weight
+        for each, repeats, weight in demand.unserved
     )
-    expected = problem.cost(chosen) / (NANO * SCALE) + unserved / problem.demand.total
+    expected = problem.cost(chosen) / (NANO * SCALE) + besides / demand.total
     expected += problem.measurements.profile.base_overhead
     assert table.expected == pytest.approx(expected, rel=1e-8)
     assume(all(any(same(each, team[0]) for each in chosen) for team in problem.teams))
@@ -181,6 +185,36 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
     passes = [problem.demand.passes[each] for each in problem.alive]
     weight = sum(float(prior_share(number)) * number for number in passes)
     assert table.prior == pytest.approx(weight / sum(passes) if any(passes) else 1.0)
+
+
+@given(problems(objectives=("mean", "token", "regret")), st.sampled_from((0.25, 3.0, 40.0)))
+def test_what_experts_take_chooses_no_size(inputs, each):
+    """They skip padding, so a batch takes them on any graph and on none; the mean step is longer by them."""
+    known, counts = inputs.measurements, tuple(range(1, 65))
+
+    def eager(curve, more):
+        times = tuple(Curve.of(curve)(n) + more * n * (curve.draft_steps or 1) for n in counts)
+        return replace(curve, tokens=counts, milliseconds=times) if curve.mode is GraphMode.NONE else curve
+
+    plain, slower = (tuple(eager(curve, more) for curve in known.profile.curves) for more in (0.0, each))
+    experts = tuple(ExpertCost(role=role, tokens=(7,), milliseconds=(7 * each,)) for role in Role)
+    (problem, one), (_, other) = (
+        problem_of(attrs.evolve(inputs, measurements=attrs.evolve(known, profile=profile)))
+        for profile in (
+            replace(known.profile, curves=plain, experts=()),
+            replace(known.profile, curves=slower, experts=experts),
+        )
+    )
+    (kept, cost), (keeps, costs) = (
+        (problem.kept(sized), problem.cost(sized))
+        for sized in ([ladder for ladder in found.ladders if ladder.sizes] for found in (one, other))
+    )
+    assert kept == keeps
+    # Nanoseconds are rounded.
+    assert float(costs) == pytest.approx(float(cost), rel=1e-6)
+    if inputs.spec.sizes.objective != "regret":
+        more = sum(each * batch.num_tokens * runs * weight for batch, runs, weight in problem.all_passes())
+        assert other.expected == pytest.approx(one.expected + more / problem.demand.total, rel=1e-6)
 
 
 @given(problems(), st.data())

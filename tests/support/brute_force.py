@@ -65,6 +65,12 @@ class Problem:
                 float(objective[1:]), lambda batch: self.prices.step(batch, self.prices.on_every_size(batch, chains))
             )
 
+    def all_passes(self) -> Iterator[tuple[Batch, int, int]]:
+        """Each pass of the steps, how often it runs, and what those steps weigh."""
+        for step, count in self.steps.counts.items():
+            for batch, repeats in passes_of(step, self.spec):
+                yield batch, repeats, self.demand.weight(step, count)
+
     def choose(self) -> MeasuredSizes:
         return choose(self.spec, self.roles, self.measurements)
 
@@ -183,8 +189,7 @@ class Problem:
             for ladder in team:
                 batch = batch_of(ladder, count)
                 entry = answers(batch) if ladder.draft_steps is None else self.chain(serving, count)
-                passes = self.prices.of(batch, entry, ladder.draft_steps or 1)
-                total += round(self.prices.apart(ladder.role, passes) * NANO)
+                total += self.nanoseconds(batch, entry, ladder.draft_steps or 1)
             self._times[key] = total
         return self._times[key]
 
@@ -220,9 +225,14 @@ class Problem:
         for each, repeats in passes_of(self.tail, self.spec):
             entry = LadderAnswers(ladders, self.spec)(each)
             single = entry is None or entry.draft_steps is None
-            passes = self.prices.apart(each.role, self.prices.of(each, entry, 1))
-            total += round(passes * NANO) * (repeats if single else 1)
+            total += self.nanoseconds(each, entry, 1) * (repeats if single else 1)
         return total
+
+    def nanoseconds(self, batch: Batch, entry: Entry | None, repeats: int) -> int:
+        """What passes of a batch add to a step, without the experts, which take the same whatever serves it."""
+        passes = self.prices.of(batch, entry, repeats)
+        rest = attrs.evolve(passes, milliseconds=passes.milliseconds - self.prices.experts(batch, repeats))
+        return round(self.prices.apart(batch.role, rest) * NANO)
 
 
 def serves(other: Table, team: Table) -> bool:

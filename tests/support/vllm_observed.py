@@ -91,6 +91,7 @@ def config(
     ahead=True,
     broken=(),
     workspace=0,
+    experts=(0, 0),
 ):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
@@ -111,13 +112,20 @@ def config(
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model="some/model", max_model_len=4096, dtype="bfloat16", enforce_eager=eager),
+        model_config=SimpleNamespace(
+            model="some/model",
+            max_model_len=4096,
+            dtype="bfloat16",
+            enforce_eager=eager,
+            get_num_experts=lambda: experts[0],
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, gpu_memory_utilization=0.9),
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=k,
             num_speculative_tokens_per_batch_size=schedule,
             rejection_sample_method="standard",
+            draft_model_config=SimpleNamespace(get_num_experts=lambda: experts[1]),
         )
         if k
         else None,

@@ -16,6 +16,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import Prices, Steps, judge, passes_of
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
 from capture_planner.records.profile import Profile
@@ -338,6 +339,54 @@ def test_what_a_size_takes_alone_is_told_from_what_is_allocated_once(per_token, 
     work = [(role.role, graph.entry) for role in roles for graph in role.graphs]
     predicted = predict_graphs(profile, work).memory_mib
     assert predicted >= total or predicted == pytest.approx(total + 100.0, rel=1e-3)
+
+
+@given(
+    padding=st.floats(0, 0.1), some=st.floats(0.01, 5), share=st.floats(0.01, 1), eager=st.floats(0, 30), data=st.data()
+)
+def test_experts_of_a_batch_are_told_from_its_padding(padding, some, share, eager, data):
+    """By replays with all and with half of the rows as tokens: a step takes what its own size and tokens do."""
+
+    def experts(tokens):
+        return some * tokens**share  # fewer of them are new with each token
+
+    def replay(size, tokens):
+        return 1.0 + padding * size + experts(tokens)
+
+    observation, roles = profiled(), []
+    for role in observation.roles:
+        graphs = [
+            attrs.evolve(
+                graph, milliseconds=replay(size, size), half_milliseconds=replay(size, size // 2) if size else None
+            )
+            for graph in role.graphs
+            for size in (graph.entry.num_tokens,)
+        ]
+        roles.append(replace(role, graphs=tuple(graphs), eager=()))
+    cost = EagerCost(num_reqs=1, num_tokens=1024, milliseconds=eager + experts(1024))
+    observation = replace(observation, roles=(replace(roles[0], eager=(cost,)), *roles[1:]))
+    profile = observed(observation)
+    assert codec.loads(codec.dumps(profile), Profile) == profile
+    prices = Prices(Costs(profile), observation, {role.role: role.mode for role in observation.roles})
+    target = observation.roles[0]
+    sizes = sorted({graph.entry.num_tokens for graph in target.graphs})
+    graph = data.draw(st.sampled_from(target.graphs)).entry
+    least = graph.query_len or 1
+    tokens = data.draw(st.integers(1, graph.num_tokens // least)) * least
+    batch = Batch(
+        role=Role.TARGET,
+        num_reqs=tokens // least,
+        num_tokens=tokens,
+        query_len=graph.query_len,
+        past_prompt=graph.query_len is not None,
+    )
+    # Between powers of two of the smallest size the times are interpolated, and below it they are in proportion.
+    lowest = next((size for size in reversed(sizes) if size <= tokens), 0)
+    within = experts(next(size for size in sizes if size >= tokens)) - experts(lowest) + 2 * experts(sizes[0])
+    found = prices.of(batch, graph, 1).milliseconds
+    assert found == pytest.approx(replay(graph.num_tokens, tokens), abs=within + 0.01)
+    known = prices.of(Batch.mixed(Role.TARGET, 1, 1024), None, 1).milliseconds
+    assert known == pytest.approx(eager + experts(1024), abs=0.01) or known > eager
 
 
 @given(st.floats(0, 1e6), st.floats(1, 1e6))

@@ -170,12 +170,18 @@ def _expected(
     """Return the value of a mean, by step or by request, in milliseconds; of the objective regret the worst ratio."""
     if spec.sizes.objective == "regret":
         return float(table.table.worst)
-    # Besides the passes that ladders serve there are those that none serves, and what a step takes besides its passes.
-    apart = sum((prices.of(each, None, repeats).milliseconds * count for each, repeats, count in demand.unserved), 0.0)
+    # Besides the passes that ladders serve there are those that none serves, and what a step takes besides its passes:
+    # the experts of all of them, too, which no size changes.
+    apart = 0.0
+    for each, repeats, count in demand.unserved:
+        apart += (prices.of(each, None, repeats).milliseconds - prices.experts(each, repeats)) * count
     for batch, count in steps.counts.items():
-        own = prices.on_every_size(batch, chains)
-        parts = zip((each.role for each, _ in passes_of(batch, spec)), own, strict=True)
-        apart += (prices.step(batch, own) - sum(prices.apart(*each) for each in parts)) * demand.weight(batch, count)
+        own, passes = prices.on_every_size(batch, chains), [*passes_of(batch, spec)]
+        rest = prices.step(batch, own)
+        for (each, repeats), time in zip(passes, own, strict=True):
+            experts = attrs.evolve(time, milliseconds=prices.experts(each, repeats))
+            rest -= prices.apart(each.role, time) - prices.apart(each.role, experts)
+        apart += rest * demand.weight(batch, count)
     return table.table.value / (NANO * SCALE) + apart / demand.total
 
 

@@ -431,15 +431,17 @@ def _lengths(
             continue
         padded, exact, drafting, graphs = *([0.0] * len(counts) for _ in range(3)), 0
         for family, times, width in _passes(modes, speculative, k):
-            role, mode, query_len, _ = family
+            role, mode, query_len, chain = family
             captured = modes[role].is_separate
             graphs += captured
             curve = costs.eager(role, query_len) if mode is GraphMode.NONE else costs.graph(family)
             target = padded if captured else exact
             for index, count in enumerate(counts):
                 milliseconds = times * curve(count * width)
+                experts = times * (chain or 1) * costs.profile.expert_milliseconds(role, count * width)
                 target[index] += milliseconds
-                drafting[index] += milliseconds * role.is_drafter
+                exact[index] += experts
+                drafting[index] += (milliseconds + experts) * role.is_drafter
         for index, count in enumerate(counts):
             # Padding of hidden drafts counts as if it were not hidden.
             exact[index] += costs.profile.step(count, 0.0, PassTime(drafting[index])) - drafting[index]

@@ -276,9 +276,14 @@ class Prices:
         """Return what ``repeats`` passes of a batch take on its entry."""
         if entry is None:
             return self._eager(batch, repeats)
-        # A replay takes the time of its padded size, whatever part of it is real.
+        # A replay takes the time of its padded size, whatever part of it is real; only experts skip padding.
         curve = self.graph((batch.role, entry.mode, entry.query_len, entry.draft_steps))
-        return PassTime(curve(entry.num_tokens) * (repeats if entry.draft_steps is None else 1))
+        replays = curve(entry.num_tokens) * (repeats if entry.draft_steps is None else 1)
+        return PassTime(replays + self.experts(batch, repeats))
+
+    def experts(self, batch: Batch, repeats: int) -> float:
+        """Return what the experts of a mixture take in ``repeats`` passes, whatever graph they run on."""
+        return self._profile.expert_milliseconds(batch.role, batch.num_tokens) * repeats
 
     def step(self, batch: Batch, passes: Iterable[PassTime]) -> float:
         """Return the milliseconds of a step by the passes of its roles, the target's first."""
@@ -318,7 +323,7 @@ class Prices:
         family: Family = (batch.role, lowered, batch.query_len if own else None, repeats if fused else None)
         if lowered is GraphMode.NONE:
             return self._eager(batch, repeats)
-        replays = PassTime(self.graph(family)(tokens) * (1 if fused else repeats))
+        replays = PassTime(self.graph(family)(tokens) * (1 if fused else repeats) + self.experts(batch, repeats))
         # Engines run decodes that have graphs of their own on them, whatever an eager pass takes.
         if own:
             return replays
@@ -333,7 +338,8 @@ class Prices:
     def _eager(self, batch: Batch, repeats: int) -> PassTime:
         # An eager curve of draft decodes may be that of a whole chain.
         chain = repeats if batch.role is Role.DRAFT_DECODE else None
-        return PassTime(self.eager(batch.role, batch.uniform_query_len, chain)(batch.num_tokens), is_eager=True)
+        eager = self.eager(batch.role, batch.uniform_query_len, chain)(batch.num_tokens)
+        return PassTime(eager + self.experts(batch, repeats), is_eager=True)
 
 
 class LadderAnswers:

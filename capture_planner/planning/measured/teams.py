@@ -228,7 +228,7 @@ def problem_of(
     least: dict[int, int] = {}
     largest: dict[int, int] = {}
     fine = FINE if team.kind is Kind.MIXED else domain.ceiling
-    anchors = [anchor for anchor in map(domain.round_up, first.anchors) if anchor <= domain.ceiling]
+    anchors = [anchor for anchor in first.anchors if domain.round_up(anchor) <= domain.ceiling]
     counts = (count for start, last in domain.intervals for count in range(start, last + 1))
     for size, count in ((on_grid(domain, count, fine), count) for count in (*counts, *anchors)):
         least.setdefault(size, count)

@@ -11,7 +11,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch_space import extra_slots, max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.profile import CostCurve, GraphCost, Profile
+from capture_planner.records.profile import CostCurve, ExpertCost, GraphCost, Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner.testing.strategies.values import composite, one_of
@@ -48,6 +48,8 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
                 role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds, seconds_per_token=more
             )
             graphs.append(cost)
+    each = draw(one_of((0.0, 0.0, 0.25, 2.0)))  # milliseconds of the experts, a token
+    experts = [ExpertCost(role=role, tokens=(8,), milliseconds=(8 * each,)) for role in spec.active_roles if each]
     profile = Profile(
         source="drawn",
         date="2026-11-22T13:00:00Z",
@@ -56,6 +58,7 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
         speculative=spec.speculative,
         parallel=spec.parallel,
         curves=tuple(curves),
+        experts=tuple(experts),
         graphs=tuple(graphs),
         base_mib=draw(one_of((0.0, 30.0))),
     )

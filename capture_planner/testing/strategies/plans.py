@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry
@@ -85,6 +85,8 @@ def _waivers(draw: DrawFn, varying: bool) -> Waiver:
         Waiver,
         query_len=draw(maybe(st.integers(1, 4))),
         max_query_len=draw(st.none() | st.integers(1, 4)) if varying else None,
+        # An observation alone has batches of which nothing is known.
+        reason=draw(one_of([reason for reason in Reason if reason is not Reason.UNKNOWN])),
         first=first,
         last=first + draw(st.integers(0, 64)),
         min_loras=draw(st.integers(0, 2)),

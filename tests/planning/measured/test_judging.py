@@ -17,7 +17,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import Domain, query_len_of
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.profile import Overhead, Profile
+from capture_planner.records.profile import ExpertCost, Overhead, PassTime, Profile
 from capture_planner.records.spec import Limits, Parallel, Spec
 from support.measured import MODEL, lines, profile
 
@@ -75,6 +75,10 @@ def profiles(draw: st.DrawFn) -> Profile:
         step_milliseconds=apart,
         step_milliseconds_per_request=apart / 2,
         drafts_overlap=overlap,
+        experts=tuple(
+            ExpertCost(role=role, tokens=(64,), milliseconds=(milliseconds,))
+            for role, milliseconds in zip(Role, draw(st.sampled_from(((), (16.0, 8.0, 1.0)))), strict=False)
+        ),
     )
 
 
@@ -140,7 +144,8 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
                 time = time_of(known, (each.role, EAGER, each.uniform_query_len, chain), each.num_tokens)
             else:
                 key = each.role, entry.mode, entry.query_len, entry.draft_steps
-                time = time_of(known, key, entry.num_tokens) * (1 if entry.draft_steps else repeats)
+                time = beyond(known, key, entry.num_tokens) * (1 if entry.draft_steps else repeats)
+                time += known.expert_milliseconds(each.role, each.num_tokens) * repeats
             if not each.role.is_drafter:
                 mode, length = (EAGER, each.uniform_query_len) if entry is None else (entry.mode, entry.query_len)
                 target += time + known.overhead(mode, length) - base
@@ -203,7 +208,9 @@ def test_every_size_is_the_batch_itself_in_the_mode_of_its_role(
             family = each.role, lowered, length, chain
             one = beyond(known, family, tokens) * (1 if chain else repeats)
             one += fixed and known.overhead(lowered, length) - fixed
-        if not (own and mode.is_separate) and eager <= one:
+            one += known.expert_milliseconds(each.role, each.num_tokens) * repeats
+        # Of a drafter's replays only what no work of the host hides.
+        if not (own and mode.is_separate) and eager <= prices.apart(each.role, PassTime(one)):
             one, lowered = eager, EAGER
         assert prices.with_every_size(each, repeats, fused=chain is not None) == every
         assert every.milliseconds == pytest.approx(one)
@@ -231,14 +238,15 @@ def test_every_size_goes_beyond_what_the_profile_has(known: Profile, tokens: int
     mixed = Batch(role=Role.TARGET, num_reqs=1, num_tokens=tokens, query_len=None, past_prompt=False)
     length = mixed.uniform_query_len
     eager = time_of(known, (Role.TARGET, EAGER, length, None), tokens) + known.overhead(EAGER, length)
-    graph = beyond(known, (Role.TARGET, PIECEWISE, None, None), tokens) + known.overhead(PIECEWISE, None)
+    experts = known.expert_milliseconds(Role.TARGET, tokens)
+    graph = beyond(known, (Role.TARGET, PIECEWISE, None, None), tokens) + known.overhead(PIECEWISE, None) + experts
     found = prices.with_every_size(mixed, 1)
     assert found.milliseconds == pytest.approx(min(graph, eager) - known.base_overhead)
     assert found.is_eager is (eager <= graph)
     decode = Batch.decode(Role.TARGET, tokens, 1)
     more = known.overhead(FULL, 1) - known.base_overhead
     assert prices.with_every_size(decode, 1).milliseconds == pytest.approx(
-        beyond(known, (Role.TARGET, FULL, 1, None), tokens) + more
+        beyond(known, (Role.TARGET, FULL, 1, None), tokens) + more + experts
     )
 
 

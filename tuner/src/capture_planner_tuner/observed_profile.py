@@ -27,11 +27,14 @@ from capture_planner.records.batch_space import decode_families, draft_steps
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
 from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
-from capture_planner.records.profile import Overhead, Profile, family_name
+from capture_planner.records.profile import ExpertCost, Overhead, Profile, family_name
 from capture_planner.records.text import counted
 
 Timed = tuple[float, int]
 """Milliseconds, and the number of steps that they are the median of."""
+
+NOTHING = 1e-5
+"""The least milliseconds that a pass may have in a profile."""
 
 EAGER_REPEATS = 5
 """How many dummy steps an eager cost of an observation is the median of."""
@@ -47,12 +50,13 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     if observation.model not in (None, model.name):
         notes.append(f"the engine served {observation.model}; its figures count as those of {model.name}")
     times: dict[Family, dict[int, list[Timed]]] = {}
+    experts = {role.role: cost for role in observation.roles if (cost := _experts(role)) is not None}
     for role in observation.roles:
         replays = [graph for graph in role.graphs if graph.milliseconds]
         if role.graphs and not replays:
             notes.append(f"{role.role.value}: its graphs were not profiled; their times are those of sampled steps")
         lengths = {family.query_len for family in decode_families(role.role, observation)}
-        for family, tokens, timed in _points(role, lengths):
+        for family, tokens, timed in _points(role, lengths, experts.get(role.role)):
             times.setdefault(family, {}).setdefault(tokens, []).append(timed)
     if not times:
         raise CapturePlannerError(
@@ -82,6 +86,7 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
                 for family, sizes in times.items()
             }
         ),
+        experts=tuple(experts.values()),
         graphs=fit.graphs,
         pool=Pool.SHARED,  # vLLM's managers and its wrappers of pieces capture into one pool of the process
         base_mib=fit.base_mib,
@@ -91,7 +96,29 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     return with_overheads(profile, observation)
 
 
-def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Family, int, Timed]]:
+def _experts(role: ObservedRole) -> ExpertCost | None:
+    """Return what the experts of a mixture take by tokens; None: padding costs what tokens do, as far as is known.
+
+    A replay whose tokens are half of its rows takes less by what the experts take for the other half: so their times
+    add up from half to half. Below the smallest graph they are in proportion.
+    """
+    halves: dict[int, list[float]] = {}
+    for graph in (*role.graphs, *role.trials):
+        if graph.milliseconds and graph.half_milliseconds and not graph.entry.active_loras:
+            halves.setdefault(graph.entry.num_tokens, []).append(graph.milliseconds - graph.half_milliseconds)
+    found = None
+    for tokens, more in sorted(halves.items()):
+        half, last = tokens // 2, 0.0 if found is None else found.milliseconds[-1]
+        rest = max(statistics.median(more), 0.0)
+        total = rest * tokens / (tokens - half) if found is None else max(found(half) + rest, last)
+        before = ((), ()) if found is None else (found.tokens, found.milliseconds)
+        found = ExpertCost(role=role.role, tokens=(*before[0], tokens), milliseconds=(*before[1], round(total, 5)))
+    return found
+
+
+def _points(
+    role: ObservedRole, lengths: Collection[int], experts: ExpertCost | None
+) -> Iterator[tuple[Family, int, Timed]]:
     """Yield the times of a role by family and padded tokens.
 
     They are of profiled graphs, else of the steps on them; of eager steps, both. Of sizes that the engine has no graph
@@ -99,6 +126,7 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
 
     :param lengths: query lengths of the role's decodes; eager batches of other lengths are mixed ones, such as the
         dummy batches that vLLM spreads evenly over its requests.
+    :param experts: times that are no graph's own.
     """
 
     def eager(query_len: int | None) -> Family:
@@ -114,7 +142,10 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
     # Adapters slow a graph down, and a profile has no family of graphs with them.
     for graph in (*role.graphs, *trials):
         if graph.milliseconds and not graph.entry.active_loras:
-            yield entry_family(role.role, graph.entry), graph.entry.num_tokens, (graph.milliseconds, 1)
+            tokens, own = graph.entry.num_tokens, graph.milliseconds
+            if experts is not None:
+                own = round(max(own - experts(tokens), NOTHING), 5)
+            yield entry_family(role.role, graph.entry), tokens, (own, 1)
     for cost in role.eager:
         if cost.milliseconds:
             yield eager(cost.query_len), cost.num_tokens, (cost.milliseconds, EAGER_REPEATS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import attrs
 
 from capture_planner_vllm.inside import device, profile
 from capture_planner_vllm.inside.buffers import CreateForward
-from capture_planner_vllm.inside.trials import TrialGraph, Trials
+from capture_planner_vllm.inside.dummy_rows import DummyRows
+from capture_planner_vllm.inside.profile import Replay
+from capture_planner_vllm.inside.trials import TrialGraph, Trials, is_target
 
 MIB = 1 << 20
 
@@ -60,12 +62,16 @@ class CaptureLog:
 class Captures:
     """All captures of one model runner, by manager."""
 
-    def __init__(self, trials: Trials | None = None) -> None:
-        """:param trials: makes throw-away captures; None: there are none."""
-        self._trials = trials
+    def __init__(self, trials: Trials | None = None, rows: DummyRows | None = None) -> None:
+        """Follow the captures of a model runner.
+
+        :param trials: makes throw-away captures; None: there are none.
+        :param rows: those of the target that count as tokens while it is timed; None: they stay padding.
+        """
+        self._trials, self._rows = trials, rows
         self._tried: dict[int, list[TrialGraph]] = {}
         self._logs: dict[int, CaptureLog] = {}
-        self._replays: dict[int, list[float | None]] = {}
+        self._replays: dict[int, list[Replay]] = {}
         self.replaying = 0.0
         """Seconds that replays and throw-away captures took."""
         self.left = 0
@@ -80,7 +86,7 @@ class Captures:
         """Time the replays of all graphs that a manager has just captured, in the order of capture."""
         descriptors = [graph.descriptor for graph in log.graphs]
         with self._ours():
-            self._replays[id(manager)] = profile.replays(manager, descriptors, log.create_forward)
+            self._replays[id(manager)] = self._replay(manager, descriptors, log.create_forward)
 
     def try_others(self, manager: Any, log: CaptureLog, capture: Callable[..., Any]) -> None:
         """Capture, time and drop graphs of sizes that a manager has not captured.
@@ -89,7 +95,10 @@ class Captures:
         """
         if self._trials is not None:
             with self._ours():
-                self._tried[id(manager)] = self._trials.of(manager, log.own, capture, profile.replays)
+                self._tried[id(manager)] = self._trials.of(manager, log.own, capture, self._replay)
+
+    def _replay(self, manager: Any, descriptors: Sequence[Any], create_forward: CreateForward) -> list[Replay]:
+        return profile.replays(manager, descriptors, create_forward, self._rows if is_target(manager) else None)
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -105,11 +114,11 @@ class Captures:
         """Return the throw-away captures of a manager."""
         return self._tried.get(id(manager), [])
 
-    def graphs(self, manager: Any) -> list[tuple[Capture, float | None]]:
-        """Return each graph of a manager, in capture order, and the milliseconds of its replay where it was timed."""
+    def graphs(self, manager: Any) -> list[tuple[Capture, Replay]]:
+        """Return each graph of a manager, in capture order, and what its replay takes."""
         log = self._logs.get(id(manager))
         if log is None:
             return []
         # Not profiled, or profiling failed before this manager.
-        times = self._replays.get(id(manager)) or [None] * len(log.graphs)
+        times = self._replays.get(id(manager)) or [Replay()] * len(log.graphs)
         return list(zip(log.graphs, times, strict=True))

@@ -19,6 +19,7 @@ from capture_planner.records.observation import DraftPass, Observation, Observed
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.inside import device
 from capture_planner_vllm.inside.captures import MIB, Capture, Captures
+from capture_planner_vllm.inside.profile import Replay
 from capture_planner_vllm.inside.steps import Track
 from capture_planner_vllm.inside.trials import TrialGraph
 
@@ -120,15 +121,15 @@ def _track(role: Role, manager: Any, runner: Any, captures: Captures | None, spe
     graphs: list[ObservedGraph] = []
     trials: list[ObservedGraph] = []
     keys: dict[Any, int] = {}
-    for capture, milliseconds in captures.graphs(manager) if captures is not None else ():
+    for capture, replay in captures.graphs(manager) if captures is not None else ():
         desc = capture.descriptor
         # Such a graph serves the two halves of a batch, which an observation has no entry for.
         if getattr(desc, "num_ubatches", 1) > 1:
             continue
         keys[desc] = len(graphs)
-        graphs.append(_graph(desc, runner, capture, milliseconds, fused=fused))
+        graphs.append(_graph(desc, runner, capture, replay, fused=fused))
     for trial in captures.trials(manager) if captures is not None else ():
-        trials.append(_graph(trial.descriptor, runner, trial, trial.milliseconds, fused=fused))
+        trials.append(_graph(trial.descriptor, runner, trial, trial.replay, fused=fused))
     return Track(
         role=role,
         mode=GraphMode[manager.cudagraph_mode.name],
@@ -143,16 +144,15 @@ def _track(role: Role, manager: Any, runner: Any, captures: Captures | None, spe
     )
 
 
-def _graph(
-    desc: Any, runner: Any, cost: Capture | TrialGraph, milliseconds: float | None, *, fused: bool
-) -> ObservedGraph:
+def _graph(desc: Any, runner: Any, cost: Capture | TrialGraph, replay: Replay, *, fused: bool) -> ObservedGraph:
     drafts = getattr(desc, "num_speculative_tokens", runner.num_speculative_steps)
     return ObservedGraph(
         entry=entry(desc, drafts - 1 if fused else None),
         max_query_len=getattr(desc, "max_query_len", None),
         seconds=round(cost.seconds, 4),
         mib=round(cost.mib, 2),
-        milliseconds=milliseconds,
+        milliseconds=replay.milliseconds,
+        half_milliseconds=replay.half_milliseconds,
     )
 
 

@@ -32,6 +32,7 @@ from capture_planner.records.plan import Decision, Plan
 from capture_planner_vllm.inside import device, facts, profile
 from capture_planner_vllm.inside import observe_seams as seams
 from capture_planner_vllm.inside.captures import Captures
+from capture_planner_vllm.inside.dummy_rows import DummyRows
 from capture_planner_vllm.inside.log import LOG, report
 from capture_planner_vllm.inside.observe_seams import ObservedFields, Seam
 from capture_planner_vllm.inside.observe_steps import StepHooks
@@ -81,6 +82,7 @@ class Observer(StepHooks):
         self._profile_seconds = seconds_of(PROFILE_SECONDS, TRIALS, "graphs are tried for", _warn)
         self._base: Observation | None = None
         self._captures: Captures | None = None
+        self._rows: DummyRows | None = None
         self._recorder: StepRecorder | None = None
         self._attached = False
         self._asks = self._reads_drafts = True
@@ -196,8 +198,9 @@ class Observer(StepHooks):
                 return original(runner, *args, profile_only=True, **kwargs)
             # A capture runs dummy steps, which no request asked for, so they are not watched.
             self._active = None
+            self._rows = DummyRows.of(runner, self._note) if self._profile else None
             trials = Trials(runner, self._profile_seconds, self._note) if self._profile else None
-            captures = self._captures = Captures(trials)
+            captures = self._captures = Captures(trials, self._rows)
             start = time.perf_counter()
             try:
                 size = original(runner, *args, **kwargs)
@@ -241,7 +244,7 @@ class Observer(StepHooks):
         eager: Mapping[Role, tuple[EagerCost, ...]] = {}
         if self._profile:
             try:
-                eager = profile.eager_costs(runner, self._tracks, self._watching)
+                eager = profile.eager_costs(runner, self._tracks, self._watching, self._rows)
             except Exception as error:
                 # An observation without eager costs is still worth its file.
                 profile.restore(runner)

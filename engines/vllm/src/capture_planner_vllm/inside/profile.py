@@ -4,24 +4,26 @@ As vLLM's adaptive verification does (``spec_decode/adaptive_verification.py``):
 inputs, timed by CUDA events. Of a graph the least counts, of an eager step the median. Dummy inputs write to no slot of
 the KV cache, and the block tables of the drafter's own graphs name the null block.
 
-Their rows are padding, as in a capture, and the routers of a mixture give padding to no expert
-(``VLLM_MOE_SKIP_PADDING``). What the experts of a batch take is in the intervals between the steps of a load alone. So
-padding seems free where a replay waits for the host and a step in service waits for the device: mixed batches of 513 to
-1,024 tokens of Qwen3-30B-A3B took 11 % longer on a graph of 2,048.
+Their rows are padding, as in a capture, except where the experts of a mixture would skip it (``DummyRows``): there a
+graph is timed with all of its rows as tokens, and with half of them. The difference is what the experts take for the
+other half, and the rest what padding costs.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import attrs
 
 from capture_planner.measuring.coarsening import Outcome
 from capture_planner.measuring.recorder import Shape, StepSink, TimedShape
 from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm.inside import device
+from capture_planner_vllm.inside.dummy_rows import DummyRows
 from capture_planner_vllm.inside.steps import Track
 from capture_planner_vllm.inside.watch import StepWatch
 
@@ -31,37 +33,72 @@ MOST_SIZES = 4
 """Most eager sizes of mixed batches."""
 
 
-def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any]) -> list[float | None]:
-    """Return the least milliseconds of each graph's replay; None for graphs of microbatches.
+@attrs.frozen
+class Replay:
+    """Least milliseconds of a graph's replay; None: it was not timed."""
+
+    milliseconds: float | None = None
+    half_milliseconds: float | None = None
+    """The same with half of its rows as tokens, where the experts of a mixture skip the others."""
+
+
+def replays(
+    manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any], rows: DummyRows | None = None
+) -> list[Replay]:
+    """Return what each graph's replay takes; graphs of microbatches are not timed.
 
     Other work of the host only makes a replay longer.
 
     The manager's own function prepares dummy inputs of the graph's size first, as it did for the capture.
+
+    :param rows: those of the manager; None: they stay padding.
     """
     import torch
 
-    timed: list[list[tuple[Any, Any]]] = []
+    timed: list[list[list[tuple[Any, Any]]]] = []
     # As vLLM captures: tensors made in this mode cannot be written outside of it.
-    with torch.inference_mode():
+    with torch.inference_mode(), nullcontext() if rows is None else rows.counting():
         for descriptor in descriptors:
-            runs: list[tuple[Any, Any]] = []
+            runs: list[list[tuple[Any, Any]]] = []
             timed.append(runs)
             # An observation has no graphs of microbatches.
             if getattr(descriptor, "num_ubatches", 1) > 1:
                 continue
             forward = create_forward(descriptor, warmup=False)
-            for _ in range(REPLAYS):
-                start, end = device.event(), device.event()
-                start.record()
-                # A piecewise forward replays its graphs itself, between what runs eager.
-                if descriptor.cg_mode.name == "FULL":
-                    manager.run_fullgraph(descriptor)
-                else:
-                    forward(descriptor.cg_mode)
-                end.record()
-                runs.append((start, end))
+            for tokens in (descriptor.num_tokens, descriptor.num_tokens // 2)[: 1 if rows is None else 2]:
+                if rows is not None:
+                    rows.fill(tokens)  # what it prepared is padding
+                runs.append([_timed(manager, descriptor, forward) for _ in range(REPLAYS)])
         device.settle()
-    return [round(min(start.elapsed_time(end) for start, end in runs), 5) if runs else None for runs in timed]
+    return [Replay(*(round(min(a.elapsed_time(b) for a, b in each), 5) for each in runs)) for runs in timed]
+
+
+def _timed(manager: Any, descriptor: Any, forward: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Replay a graph, and return the events around it."""
+    start, end = device.event(), device.event()
+    start.record()
+    # A piecewise forward replays its graphs itself, between what runs eager.
+    if descriptor.cg_mode.name == "FULL":
+        manager.run_fullgraph(descriptor)
+    else:
+        forward(descriptor.cg_mode)
+    end.record()
+    return start, end
+
+
+class DummyWatch(StepWatch):
+    """Watches dummy runs, all of whose rows count as tokens."""
+
+    def __init__(self, rows: DummyRows | None, most: int, tracks: Sequence[Track], sink: StepSink) -> None:
+        """:param most: rows that there are."""
+        super().__init__(tracks, sink, device.event, every=1, dummies=True)
+        self._rows, self._most = rows, most
+
+    def forward(self) -> None:
+        """Start the time of the target's forward, on rows that count."""
+        if self._rows is not None:
+            self._rows.fill(self._most)
+        super().forward()
 
 
 class EagerSteps(StepSink):
@@ -116,21 +153,25 @@ def eager_sizes(
 
 
 def eager_costs(
-    runner: Any, tracks: Sequence[Track], watching: Callable[[StepWatch], AbstractContextManager[None]]
+    runner: Any,
+    tracks: Sequence[Track],
+    watching: Callable[[StepWatch], AbstractContextManager[None]],
+    rows: DummyRows | None,
 ) -> Mapping[Role, tuple[EagerCost, ...]]:
     """Run dummy steps above the largest graphs, and return what each role took, where it ran eager.
 
     :param watching: lets a watch follow the steps for a while.
+    :param rows: those of the target; None: they stay padding.
     """
     steps = EagerSteps()
-    watch = StepWatch(tracks, steps, device.event, every=1, dummies=True)
+    watch = DummyWatch(rows, runner.max_num_tokens, tracks, steps)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,
         max_num_reqs=runner.max_num_reqs,
         max_num_tokens=runner.max_num_tokens,
     )
-    with watching(watch):
+    with watching(watch), nullcontext() if rows is None else rows.counting():
         for num_tokens, uniform in sizes:
             for _ in range(REPLAYS):
                 # Dummy tokens would count in the statistics by which vLLM moves experts between ranks.

@@ -21,6 +21,7 @@ from capture_planner.modes import GraphMode
 from capture_planner_vllm.inside import device
 from capture_planner_vllm.inside.buffers import CreateForward
 from capture_planner_vllm.inside.observe_seams import MANAGERS
+from capture_planner_vllm.inside.profile import Replay
 from capture_planner_vllm.inside.splits import FULL_GRAPHS
 
 MIB = 1 << 20
@@ -53,8 +54,7 @@ class TrialGraph:
     """Seconds of its warm-up and capture."""
     mib: float
     """MiB that it took in a pool of its own, the driver's included, without the buffers for its outputs."""
-    milliseconds: float | None
-    """Least milliseconds of a replay."""
+    replay: Replay
 
 
 class Trials:
@@ -71,12 +71,12 @@ class Trials:
         manager: Any,
         create_forward: CreateForward,
         capture: Callable[..., Any],
-        replays: Callable[[Any, Sequence[Any], CreateForward], list[float | None]],
+        replays: Callable[[Any, Sequence[Any], CreateForward], list[Replay]],
     ) -> list[TrialGraph]:
         """Return the trials of a manager that has just captured; an error ends them, and is noted.
 
         :param capture: ``CudaGraphManager.capture``, unobserved.
-        :param replays: gives the milliseconds of each graph's replay.
+        :param replays: gives what each graph's replay takes.
         """
         start, found = time.perf_counter(), list[TrialGraph]()
         try:
@@ -96,7 +96,7 @@ class Trials:
         manager: Any,
         create_forward: CreateForward,
         capture: Callable[..., Any],
-        replays: Callable[[Any, Sequence[Any], CreateForward], list[float | None]],
+        replays: Callable[[Any, Sequence[Any], CreateForward], list[Replay]],
     ) -> Iterator[TrialGraph]:
         start = time.perf_counter()
         agreed = _agreement(self._runner)
@@ -109,7 +109,7 @@ class Trials:
                 len(kinds)
                 - place
                 - 1
-                + 2 * (getattr(self._runner, "speculator", None) is not None and _is_target(manager))
+                + 2 * (getattr(self._runner, "speculator", None) is not None and is_target(manager))
             )
             # What a kind does not use of its share is left to the next ones.
             until = time.perf_counter() + (self._left - (time.perf_counter() - start)) / (1 + others)
@@ -138,7 +138,7 @@ class Trials:
         descriptor: Any,
         create_forward: CreateForward,
         capture: Callable[..., Any],
-        replays: Callable[[Any, Sequence[Any], CreateForward], list[float | None]],
+        replays: Callable[[Any, Sequence[Any], CreateForward], list[Replay]],
     ) -> TrialGraph:
         forwards: list[Any] = []  # what a full graph reads besides vLLM's buffers must live until it is dropped
 
@@ -157,15 +157,15 @@ class Trials:
                 device.settle()
                 # The engine's output buffers exist already; a trial allocates its own and frees them.
                 taken = free - device.free_memory() - _output_bytes(manager)
-                (milliseconds,) = replays(manager, [descriptor], create)
+                (replay,) = replays(manager, [descriptor], create)
         finally:
             forwards.clear()
             device.settle()
-        return TrialGraph(descriptor=descriptor, seconds=seconds, mib=max(taken, 0) / MIB, milliseconds=milliseconds)
+        return TrialGraph(descriptor=descriptor, seconds=seconds, mib=max(taken, 0) / MIB, replay=replay)
 
     def _backends(self, manager: Any) -> set[str]:
         """Return the names of the attention backends that a manager's graphs may run."""
-        owners = [self._runner, *([] if _is_target(manager) else [getattr(self._runner, "speculator", None)])]
+        owners = [self._runner, *([] if is_target(manager) else [getattr(self._runner, "speculator", None)])]
         listed = (groups for owner in owners for groups in getattr(owner, "attn_groups", ()))
         return {group.backend.get_name() for groups in listed for group in groups}
 
@@ -176,7 +176,8 @@ class Trials:
                     yield from getattr(group, "metadata_builders", ())
 
 
-def _is_target(manager: Any) -> bool:
+def is_target(manager: Any) -> bool:
+    """Say whether a manager has the target's graphs."""
     return type(manager).__name__ == "ModelCudaGraphManager"
 
 

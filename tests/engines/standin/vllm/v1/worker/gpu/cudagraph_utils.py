@@ -109,6 +109,18 @@ class CudaGraphManager:
         self.vllm_config.log.append(("replay", desc))
 
 
+def make_dummy(buffers):
+    """Write dummy inputs: all rows are padding."""
+    buffers.input_ids.zero_()
+    buffers.is_padding.fill_(True)
+
+
+def rows_of(buffers, num_tokens):
+    """Return how many of so many rows count as tokens, and how many ids they have."""
+    real = ~buffers.is_padding[:num_tokens]
+    return num_tokens, int(real.sum()), len(set(buffers.input_ids[:num_tokens].tolist()))
+
+
 class ModelCudaGraphManager(CudaGraphManager):
     """The target's: its pieces are captured by wrappers, and its outputs go to a buffer of the first forward's size."""
 
@@ -116,14 +128,22 @@ class ModelCudaGraphManager(CudaGraphManager):
         super().__init__(*args, **kwargs)
         self.hidden_states, self.aux_hidden_states = None, []
         self.pieces = [CUDAGraphWrapper(self.pool) for _ in range(2)]
+        self.seen = []
+        """The rows of each run that captures nothing."""
 
-    def capture(self, model, progress_bar_desc="Capturing CUDA graphs"):
+    def capture(self, model, input_buffers, progress_bar_desc="Capturing CUDA graphs"):
+        self.buffers = input_buffers
+
         def create_forward(desc, warmup):
+            make_dummy(input_buffers)
+
             def forward(mode):
                 if desc.num_tokens in self.vllm_config.broken:
                     raise RuntimeError("CUDA out of memory")
                 workspace.require(min(desc.num_tokens, self.vllm_config.workspace))
                 if mode is CUDAGraphMode.PIECEWISE:
+                    if desc.num_tokens in self.pieces[0].concrete_cudagraph_entries:
+                        self.seen.append(rows_of(input_buffers, desc.num_tokens))
                     for piece in self.pieces:
                         piece(desc.num_tokens)
                 elif self.hidden_states is None:
@@ -134,3 +154,7 @@ class ModelCudaGraphManager(CudaGraphManager):
             return forward
 
         super().capture(create_forward, progress_bar_desc)
+
+    def run_fullgraph(self, desc):
+        super().run_fullgraph(desc)
+        self.seen.append(rows_of(self.buffers, desc.num_tokens))

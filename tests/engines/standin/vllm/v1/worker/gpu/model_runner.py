@@ -2,10 +2,13 @@
 
 from types import SimpleNamespace
 
+import torch
+
+from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, StepTimingCollector
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager, make_dummy, rows_of
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
@@ -26,6 +29,11 @@ class GPUModelRunner:
         self.speculator = TargetDependentARSpeculator(vllm_config, fused) if self.num_speculative_steps else None
         self.cudagraph_manager = None
         self.answers, self.dummies = [], []
+        self.vocab_size = 100
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(self.max_num_tokens, dtype=torch.int32),
+            is_padding=torch.zeros(self.max_num_tokens, dtype=torch.bool),
+        )
 
     def initialize_kv_cache(self):
         mode = self.vllm_config.compilation_config.cudagraph_mode
@@ -34,7 +42,7 @@ class GPUModelRunner:
             self.speculator.init_cudagraph_manager(mode)
 
     def capture_model(self, *, profile_only=False):
-        self.cudagraph_manager.capture(None)
+        self.cudagraph_manager.capture(None, self.input_buffers)
         if self.speculator is not None:
             self.speculator.capture()
         return 3 << 20
@@ -90,7 +98,15 @@ class GPUModelRunner:
             need_eager=is_profile,
             num_active_loras=0,
         )
+        if dummy_run:
+            make_dummy(self.input_buffers)
+        elif envs.VLLM_MOE_SKIP_PADDING:
+            tokens = scheduler_output.total_num_scheduled_tokens
+            self.input_buffers.is_padding[:tokens].fill_(False)
+            self.input_buffers.is_padding[tokens : desc.num_tokens].fill_(True)
         self.step_timing.forward_start()
+        if dummy_run:
+            self.cudagraph_manager.seen.append(rows_of(self.input_buffers, desc.num_tokens))
         self.state = (scheduler_output, desc, dummy_run, ranks)
 
     def sample_tokens(self, grammar_output):

@@ -1,0 +1,3 @@
+"""Environment variables of vLLM."""
+
+VLLM_MOE_SKIP_PADDING = True
