@@ -42,6 +42,8 @@ class Curve:
     """The same pass without a graph, or in pieces: a graph that is not measured takes no longer."""
     pieces: float = 0.0
     """Milliseconds that are added because the curve is that of FULL graphs, and PIECEWISE ones are asked for."""
+    floor: Callable[[int], float] | None = None
+    """Least milliseconds by tokens: those of the host that no other pass of the step hides."""
     experts: Callable[[int], float] | None = None
     """Milliseconds of the experts in an eager pass, by tokens, which are left out as they are of graphs."""
 
@@ -58,7 +60,8 @@ class Curve:
 
     def __call__(self, tokens: int) -> float:
         """Return the milliseconds of ``tokens``; beyond the last measured size by the rule of ``Costs``."""
-        return self._pass(tokens) + self.overhead
+        own = self._pass(tokens)
+        return (own if self.floor is None else max(own, self.floor(tokens))) + self.overhead
 
     def _pass(self, tokens: int) -> float:
         least = self._measured(min(tokens, self.reach) if self.is_graph else tokens) * self.passes
@@ -118,6 +121,8 @@ class Costs:
         overhead = 0.0 if role.is_drafter else self.profile.overhead(mode, query_len) - self.profile.base_overhead
         passes = draft_steps or 1
         curve = Curve.of(nearest, passes / (nearest.draft_steps or 1), overhead)
+        if not role.is_drafter and self.profile.floor(mode, query_len):
+            curve = attrs.evolve(curve, floor=self._floor(mode, query_len))
         if not curve.is_graph:
             experts = next((each for each in self.profile.experts if each.role is role), None)
             return curve if experts is None else attrs.evolve(curve, experts=lambda tokens: experts(tokens) * passes)
@@ -126,6 +131,23 @@ class Costs:
             bounds.append(self.known((role, GraphMode.PIECEWISE, None, None)))
         known = tuple(each for each in bounds if each is not None)
         return attrs.evolve(curve, bounds=known, pieces=self._pieces(family, nearest))
+
+    def _floor(self, mode: GraphMode, query_len: int | None) -> Callable[[int], float]:
+        """Return the least milliseconds of a target's pass by tokens: the step's, without what its drafts take."""
+        floor, beside = self.profile.floor(mode, query_len), self.least_drafting(mode, query_len)
+        return lambda tokens: floor - beside(tokens)
+
+    def least_drafting(self, mode: GraphMode, query_len: int | None) -> Callable[[int], float]:
+        """Return the milliseconds by tokens that a drafter's passes of a step take at least; 0.0 without a drafter.
+
+        :param mode: in which the draft prefill runs, as the target does.
+        """
+        speculative = self.profile.speculative
+        prefill = self.known((Role.DRAFT_PREFILL, mode, query_len, None))
+        decode = self.known((Role.DRAFT_DECODE, GraphMode.FULL, 1, None))
+        # Of as few requests as there can be: what more of them take is added.
+        decodes = (speculative.num_tokens - 1) * decode(1) if decode is not None and speculative is not None else 0.0
+        return lambda tokens: decodes + (0.0 if prefill is None else prefill(tokens))
 
     def replay(self, family: Family) -> Curve:
         """Return what a replay adds to a step, by padded tokens: of a drafter's only the part that is not hidden."""

@@ -19,8 +19,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
-from capture_planner.records.profile import Profile
-from capture_planner_tuner.observed_profile import observed_profile
+from capture_planner.records.profile import Overhead, Profile
+from capture_planner_tuner.observed_profile import SURE, observed_profile, served_steps
 from support.commands import PLAN
 from support.observing import observation_of
 
@@ -157,16 +157,39 @@ def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart
     assert {each.key for each in profile.overheads} == {each.kind for each in times.kinds}
 
 
-@given(base=st.floats(0, 20), apart=st.lists(st.floats(0, 30), min_size=len(KINDS), max_size=len(KINDS)))
-def test_overheads_are_found_where_nothing_else_varies(base, apart):
-    """The differences between the ways that a target runs, which no curve shows."""
-    apart = dict(zip(KINDS, apart, strict=True))
-    apart[KINDS[0]] = 0.0
-    observation = served(profiled(), observed(profiled()), apart, base, 0.0)
+@given(
+    floors=st.lists(st.floats(0, 60), min_size=len(KINDS), max_size=len(KINDS)),
+    slope=st.floats(0, 0.05),
+    data=st.data(),
+)
+def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, data):
+    """A step takes it at least: eager steps in full; on a graph of another size, of which a part counts."""
+    floors = dict(zip(KINDS, floors, strict=True))
+    bare = observed(profiled())
+    host = replace(
+        bare,
+        overheads=tuple(
+            Overhead(mode=mode, query_len=length, milliseconds=0.0, floor=floors[mode, length], steps=1)
+            for mode, length in KINDS
+        ),
+    )
+    observation = served(profiled(), host, dict.fromkeys(KINDS, 0.0), 0.0, slope)
     profile = observed(observation)
-    for kind in KINDS:
-        more = profile.overhead(*kind) - profile.overhead(*KINDS[0])
-        assert more == pytest.approx(apart[kind] - apart[KINDS[0]], abs=2e-3)
+    for kind, (predicted, measured) in judged_mean(profile, observation).items():
+        assert predicted == pytest.approx(measured, rel=2e-3), kind
+    for each in profile.overheads:
+        held = [
+            step
+            for step in served_steps(bare, observation)[0]
+            if step.kind == each.key and step.passes - step.above < floors[each.key] - 0.5
+        ]
+        if each.mode is GraphMode.NONE:
+            assert each.milliseconds == 0
+            assert not held or each.floor == pytest.approx(floors[each.key], rel=0.1, abs=1)
+        else:
+            whole = each.floor / SURE
+            assert not held or whole == pytest.approx(floors[each.key], rel=0.1, abs=1)
+            assert each.milliseconds <= whole - each.floor + 1e-3
 
 
 def judged_mean(profile, observation):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import replace
 from capture_planner.records.batch_space import extra_slots, max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
@@ -50,6 +51,12 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
             graphs.append(cost)
     each = draw(one_of((0.0, 0.0, 0.25, 2.0)))  # milliseconds of the experts, a token
     experts = [ExpertCost(role=role, tokens=(8,), milliseconds=(8 * each,)) for role in spec.active_roles if each]
+    # An eager pass was measured with its experts.
+    for index, curve in enumerate(curves):
+        if curve.mode is GraphMode.NONE:
+            more = (each * tokens * (curve.draft_steps or 1) for tokens in curve.tokens)
+            times = tuple(map(sum, zip(curve.milliseconds, more, strict=True)))
+            curves[index] = replace(curve, milliseconds=times)
     profile = Profile(
         source="drawn",
         date="2026-11-22T13:00:00Z",

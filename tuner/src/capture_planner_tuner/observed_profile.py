@@ -1,9 +1,8 @@
 """The profile that an observation has in it: what an engine measured of its own graphs and steps.
 
-What steps take besides their passes is fitted to the intervals. The model is ``Profile.step``: the target's pass, what
-its mode adds to the base overhead, the eager passes of a drafter, and the longer of the host's work and the drafter's
-graphs. The fit keeps totals: the mean step of each kind is predicted as it was measured, where no overhead would have
-to be negative.
+What steps take besides their passes is fitted to the intervals: a time for each request, and for each way that the
+target runs the host's own time, which a step takes at least (``Overhead``). The fit keeps totals: the mean step of each
+kind is predicted as it was measured, where no time would have to be negative.
 """
 
 from __future__ import annotations
@@ -258,6 +257,13 @@ def _samples(role: ObservedRole, graphs: Iterable[ObservedGraph]) -> Iterator[Gr
 # What steps take besides their passes ------------------------------------------------------------
 
 
+SURE = 0.7
+"""Part of the host's time up to which a larger graph is free. Another start of the same engine on the same machine takes
+0.74 to 1.36 of it for each step (docs/lab/vllm.md); an eager pass has no size to choose."""
+
+FITS = 8
+"""Turns of the fit of floors and of the time for each request."""
+
 TOLERANCE = 0.01
 """Share of a step by which passes may take longer than it, before that is said."""
 
@@ -275,11 +281,17 @@ class ServedStep:
     """Mean milliseconds until the next step."""
     passes: float
     """Milliseconds of all its passes, the drafter's included."""
+    above: float
+    """Milliseconds that the drafter's passes take above the least that such a step has (``Costs.least_drafting``)."""
 
     @property
     def rest(self) -> float:
         """Milliseconds of the step outside its passes."""
         return self.interval - self.passes
+
+    def with_floor(self, floor: float) -> float:
+        """Return the milliseconds of the passes where the step takes at least ``floor``."""
+        return max(self.passes, floor + self.above)
 
 
 def with_overheads(profile: Profile, observation: Observation) -> Profile:
@@ -302,21 +314,22 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
         Overhead(
             mode=mode,
             query_len=query_len,
-            milliseconds=round(max(0.0, milliseconds), 5),
+            milliseconds=round(milliseconds, 5),
+            floor=round(floor, 5),
             # Of one step the error is not known, and counts as what the step took.
             error=round(served.error_ms if math.isfinite(served.error_ms) else served.mean_ms, 5),
             steps=served.steps,
         )
-        for (mode, query_len), milliseconds in sorted(apart.items(), key=str)  # None has no order among query lengths
+        for (mode, query_len), (floor, milliseconds) in sorted(apart.items(), key=str)  # None has no order
         for served in (by_kind[mode, query_len],)
     )
     fitted = replace(
         profile,
-        step_milliseconds=round(max(0.0, min(apart.values())), 5),
+        step_milliseconds=min(each.milliseconds for each in overheads),
         step_milliseconds_per_request=round(slope, 7),
         overheads=overheads,
     )
-    return _noted(fitted, *notes, *_off(steps, apart))
+    return _noted(fitted, *notes, *_off(steps))
 
 
 def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[ServedStep, ...], tuple[str, ...]]:
@@ -326,7 +339,8 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
     """
     # With its overheads, a price would contain what is to be fitted.
     bare = replace(profile, overheads=(), step_milliseconds=0.0, step_milliseconds_per_request=0.0)
-    prices = Prices(Costs(bare), observation, {role.role: role.mode for role in observation.roles})
+    costs = Costs(bare)
+    prices = Prices(costs, observation, {role.role: role.mode for role in observation.roles})
     graph_of = {role.role: _graph_of(role, observation) for role in observation.roles}
     lengths, found, missing = decode_lengths(observation), [], dict[str, int]()
     target = next(role for role in observation.roles if role.role is Role.TARGET)
@@ -339,16 +353,24 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
         if entry is None and kind[1] is None:
             batch = attrs.evolve(batch, query_len=None)  # of a length that is not scheduled: a mixed batch
         try:
-            passes = sum(
+            own, *drafts = (
                 prices.of(each, entry if each is batch else graph_of[each.role](each), repeats).milliseconds
                 for each, repeats in passes_of(batch, observation)
                 if each.role in graph_of
             )
+            beside = costs.least_drafting(*kind)(batch.num_tokens if entry is None else entry.num_tokens)
         except PlanningError as error:
             missing[str(error)] = missing.get(str(error), 0) + count.steps
             continue
         found.append(
-            ServedStep(kind=kind, num_reqs=count.num_reqs, weight=count.steps, interval=count.interval, passes=passes)
+            ServedStep(
+                kind=kind,
+                num_reqs=count.num_reqs,
+                weight=count.steps,
+                interval=count.interval,
+                passes=own + sum(drafts),
+                above=sum(drafts) - beside,
+            )
         )
     notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))
     return tuple(found), tuple(notes)
@@ -369,42 +391,65 @@ def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch],
     return graph_of
 
 
-def _fit_overheads(steps: Sequence[ServedStep]) -> tuple[float, Mapping[Kind, float]]:
-    """Return the milliseconds per request and, by kind, the remaining milliseconds per step."""
-    by_kind = grouped(steps, lambda step: step.kind)
-    slope = _slope(by_kind.values())
-    return slope, {
-        kind: _mean([(each.rest - slope * each.num_reqs, each.weight) for each in alike])
-        for kind, alike in by_kind.items()
-    }
+def _fit_overheads(steps: Sequence[ServedStep]) -> tuple[float, Mapping[Kind, tuple[float, float]]]:
+    """Return the milliseconds per request and, by kind, the floor of a step and what it takes besides."""
+    kinds = grouped(steps, lambda step: step.kind)
+    floors, slope = dict.fromkeys(kinds, 0.0), 0.0
+    # Each is fitted with the other as it is; a few turns are enough, and the last one keeps the means.
+    for _ in range(FITS):
+        slope = _slope(kinds, floors)
+        floors = {kind: _floor(alike, slope) for kind, alike in kinds.items()}
+    apart = {}
+    for kind, alike in kinds.items():
+        floor = floors[kind] * (1 if kind[0] is GraphMode.NONE else SURE)
+        rests = [(each.interval - slope * each.num_reqs - each.with_floor(floor), each.weight) for each in alike]
+        apart[kind] = floor, max(_mean(rests), 0.0)
+    return slope, apart
 
 
-def _slope(kinds: Iterable[Sequence[ServedStep]]) -> float:
+def _slope(kinds: Mapping[Kind, Sequence[ServedStep]], floors: Mapping[Kind, float]) -> float:
     """Return by how much the rest grows with each request, within the kinds: at least 0, and no more than all of it."""
     above = below = 0.0
     most = math.inf
-    for alike in kinds:
+    for kind, alike in kinds.items():
+        rests = [each.interval - each.with_floor(floors[kind]) for each in alike]
         reqs = _mean([(float(each.num_reqs), each.weight) for each in alike])
-        rest = _mean([(each.rest, each.weight) for each in alike])
-        above += sum(each.weight * (each.num_reqs - reqs) * (each.rest - rest) for each in alike)
-        below += sum(each.weight * (each.num_reqs - reqs) ** 2 for each in alike)
-        # A steeper slope would make the base overhead of this kind negative.
-        most = min(most, max(rest, 0.0) / reqs)
+        rest = _mean([(rest, each.weight) for each, rest in zip(alike, rests, strict=True)])
+        for each, more in zip(alike, rests, strict=True):
+            above += each.weight * (each.num_reqs - reqs) * (more - rest)
+            below += each.weight * (each.num_reqs - reqs) ** 2
+        # With a steeper slope the steps of this kind would take less than their passes.
+        most = min(most, max(_mean([(each.rest, each.weight) for each in alike]), 0.0) / reqs)
     return min(max(above / below, 0.0), most) if below else 0.0
+
+
+def _floor(alike: Sequence[ServedStep], slope: float) -> float:
+    """Return the floor with which steps of a kind take their mean interval; 0.0 where their passes take all of it."""
+    left = sum(each.weight * (each.interval - slope * each.num_reqs - each.passes) for each in alike)
+    weight, ascending = 0, sorted(alike, key=lambda each: each.passes - each.above)
+    # A floor rises, and holds ever more steps, until what it adds to their passes is what is left.
+    for each, following in zip(ascending, [*ascending[1:], None], strict=True):
+        weight += each.weight
+        start = each.passes - each.above
+        room = math.inf if following is None else weight * (following.passes - following.above - start)
+        if left <= room:
+            return max(start + left / weight, 0.0) if left > 0 else 0.0
+        left -= room
+    return 0.0
 
 
 def _mean(weighed: Sequence[tuple[float, int]]) -> float:
     return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
 
 
-def _off(steps: Sequence[ServedStep], apart: Mapping[Kind, float]) -> Iterator[str]:
+def _off(steps: Sequence[ServedStep]) -> Iterator[str]:
     """Say where passes take longer by the profile than the steps that ran them."""
-    for kind, milliseconds in apart.items():
-        if milliseconds < 0:
-            mean = _mean([(each.interval, each.weight) for each in steps if each.kind == kind])
-            if -milliseconds > TOLERANCE * mean:
-                name = family_name(Role.TARGET, *kind, None)
-                yield f"steps of {name} took {mean:.3f} ms, {-milliseconds:.3f} ms less than their passes when measured"
+    for kind, alike in grouped(steps, lambda step: step.kind).items():
+        mean = _mean([(each.interval, each.weight) for each in alike])
+        rest = _mean([(each.rest, each.weight) for each in alike])
+        if -rest > TOLERANCE * mean:
+            name = family_name(Role.TARGET, *kind, None)
+            yield f"steps of {name} took {mean:.3f} ms, {-rest:.3f} ms less than their passes when measured"
 
 
 def _noted(profile: Profile, *notes: str) -> Profile:
