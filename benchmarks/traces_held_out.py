@@ -32,12 +32,13 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner
+from capture_planner.planning.costs import Costs
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.profile import CostCurve, PassTime, Profile
+from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 
@@ -129,11 +130,13 @@ class Judge:
 
     def _sum(self, batch: Batch, ways: Sequence[tuple[GraphMode, int | None, int]]) -> float:
         """Return the milliseconds of a step whose passes run in so many modes, query lengths and tokens."""
-        profile, times = self._profile, []
+        profile, kind, times = self._profile, ways[0][:2], []
         for (role, *_, repeats), (mode, each, tokens) in zip(self._passes(batch), ways, strict=True):
-            times.append(PassTime(repeats * self._time(role, mode, each, tokens), mode is GraphMode.NONE))
-        more = profile.overhead(*ways[0][:2]) - profile.base_overhead
-        return profile.step(batch.num_reqs, times[0].milliseconds + more, *times[1:])
+            times.append(repeats * self._time(role, mode, each, tokens))
+        own, *drafts = times
+        # The host's time, of which the drafts of as few requests as there can be have a part.
+        own = max(own, profile.floor(*kind) - Costs(profile).least_drafting(*kind)(ways[0][2]))
+        return profile.step(batch.num_reqs, own + sum(drafts) + profile.overhead(*kind) - profile.base_overhead)
 
     def mean(self, plan: Dispatcher, steps: Mapping[Batch, int]) -> float:
         """Return the mean step under a plan, in milliseconds."""

@@ -21,9 +21,6 @@ PIECES = 1.3
 It is the host's work, and does not grow with the tokens. The least factor between the two in docs/lab/gpu.md is 2.3.
 """
 
-LEAST_VISIBLE = 1 / 16
-"""Least part of a drafter's replays that counts, where drafts overlap."""
-
 
 @attrs.frozen
 class Curve:
@@ -148,36 +145,6 @@ class Costs:
         # Of as few requests as there can be: what more of them take is added.
         decodes = (speculative.num_tokens - 1) * decode(1) if decode is not None and speculative is not None else 0.0
         return lambda tokens: decodes + (0.0 if prefill is None else prefill(tokens))
-
-    def replay(self, family: Family) -> Curve:
-        """Return what a replay adds to a step, by padded tokens: of a drafter's only the part that is not hidden."""
-        curve = self.graph(family)
-        return attrs.evolve(curve, passes=curve.passes * self.visible) if family[0].is_drafter else curve
-
-    @property
-    def visible(self) -> float:
-        """The part of a drafter's replays that a step takes longer by.
-
-        Where drafts overlap, they run while the host prepares the next step. ``LEAST_VISIBLE`` counts even if all of
-        it is hidden, so that a smaller graph is better than a larger one.
-        """
-        profile = self.profile
-        # Eager passes of drafters are the host's own work, so nothing hides them (``Profile.step``).
-        curves = [each for each in profile.curves if each.role.is_drafter and each.mode is not GraphMode.NONE]
-        if not profile.drafts_overlap or not curves:
-            return 1.0
-        # Of each role the passes of a step with the most requests that were measured, which hide the least.
-        speculative = profile.speculative
-        repeats = {Role.DRAFT_DECODE: max(speculative.num_tokens - 1, 1)} if speculative is not None else {}
-        last = {
-            each.role: each.milliseconds[-1] / (each.draft_steps or 1)
-            + profile.expert_milliseconds(each.role, each.tokens[-1])
-            for each in curves
-        }
-        drafting = sum(milliseconds * repeats.get(role, 1) for role, milliseconds in last.items())
-        requests = max(each.tokens[-1] // (each.query_len or 1) for each in curves)
-        hidden = profile.base_overhead + profile.step_milliseconds_per_request * requests
-        return max(LEAST_VISIBLE, 1 - hidden / drafting) if drafting else 1.0
 
     def eager(self, role: Role, query_len: int | None, draft_steps: int | None = None) -> Curve:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
-import attrs
-
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import Amount, Count, Name, Positive, duplicates, field, record
@@ -44,10 +42,9 @@ class CostCurve:
 
 @record
 class ExpertCost:
-    """Milliseconds that the experts of a mixture take in a pass, by the tokens of the batch without their padding.
+    """Milliseconds that the experts of a mixture take in a pass, by the tokens of the batch.
 
-    A replay takes them whatever its padded size, where padding is given to no expert (vLLM 0.33,
-    ``VLLM_MOE_SKIP_PADDING``). So no choice of sizes changes them, and no curve has them.
+    They skip padding (vLLM 0.33, ``VLLM_MOE_SKIP_PADDING``), so that no size changes them: no graph's curve has them.
     """
 
     role: Role = field("the role")
@@ -99,18 +96,14 @@ class GraphCost:
 class Overhead:
     """What a step takes until the next one besides its passes: the host's work, by how the target's pass ran.
 
-    A pass that is not in one graph is launched by the host, while the device waits. So such a step takes at least what
-    the host does, however few tokens it has, and not longer for it where the device takes longer: with vLLM 0.33 on an
-    H200, steps of Qwen3-8B without a graph took 46 ms with 1,000 tokens and 69 with 4,000, where their kernels took 21
-    and 70.
+    While the host launches and prepares, the device waits, unless it takes longer: steps of Qwen3-8B without a graph
+    took 46 ms with 1,000 tokens and 69 with 4,000, and their kernels 21 and 70 (vLLM 0.33, H200).
     """
 
     mode: GraphMode = field("graphs of the target's pass: FULL or PIECEWISE; NONE: eager")
     query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
     milliseconds: Amount = field("mean time besides the passes and the floor, apart from that for each request")
-    floor: Amount = field(
-        "least time of all passes of a step, as long as which the host prepares the next", default=0.0
-    )
+    floor: Amount = field("least time of all passes of a step, which is the host's", default=0.0)
     error: Amount = field("standard error of that time, in milliseconds", default=0.0)
     steps: Count = field("number of measured steps")
 
@@ -118,15 +111,6 @@ class Overhead:
     def key(self) -> tuple[GraphMode, int | None]:
         """Mode and query length: one overhead of a profile has them."""
         return self.mode, self.query_len
-
-
-@attrs.frozen
-class PassTime:
-    """What the passes of one role take in a step."""
-
-    milliseconds: float
-    is_eager: bool = False
-    """True without a graph, where the host launches them kernel by kernel."""
 
 
 @record
@@ -147,7 +131,7 @@ class Profile:
     speculative: Speculative | None = field("its speculative decoding; None: off", default=None)
     parallel: Parallel = field("placement of the model on devices", factory=Parallel)
     context: Count | None = field("tokens in the KV cache of each request in the measured passes", default=None)
-    curves: tuple[CostCurve, ...] = field("times by size, without those of the experts of a mixture in experts")
+    curves: tuple[CostCurve, ...] = field("times by size")
     experts: tuple[ExpertCost, ...] = field("times of the experts of a mixture, by role", default=())
     graphs: tuple[GraphCost, ...] = field("costs of a graph, by family", default=())
     pool: Pool = field("whose graphs share the memory of their intermediates", default=Pool.SHARED)
@@ -159,11 +143,6 @@ class Profile:
     step_milliseconds_per_request: Amount = field("such time for each request of the step", default=0.0)
     overheads: tuple[Overhead, ...] = field(
         "time of a step besides its passes, by how the target's pass ran, in place of step_milliseconds", default=()
-    )
-    drafts_overlap: bool = field(
-        "whether drafting is within that time: the host waits for the target's tokens and prepares the next step "
-        "while the drafter runs, as vLLM's does",
-        default=False,
     )
     spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
     notes: tuple[str, ...] = field("sentences about figures that could not be measured", default=())
@@ -206,20 +185,13 @@ class Profile:
         """The milliseconds that any step takes besides its passes: the least overhead."""
         return min((each.milliseconds for each in self.overheads), default=self.step_milliseconds)
 
-    def step(self, num_reqs: int, target: float, *drafting: PassTime) -> float:
+    def step(self, num_reqs: int, passes: float) -> float:
         """Return the milliseconds from the start of a step of ``num_reqs`` requests to the start of the next.
 
-        The drafter's graphs run while the host waits for the target's tokens and prepares the next step, where
-        ``drafts_overlap``; eager passes of a drafter are the host's own work, and add up with the rest of it.
-
-        :param target: milliseconds of the target's pass, with what its mode adds to the base overhead (``Costs``).
-        :param drafting: the passes of each of the drafter's roles.
+        :param passes: milliseconds of all its passes, with what the mode of the target's adds to the base overhead, and
+            with the floor (``Costs``).
         """
-        # A graph runs without the host, an eager pass is its work.
-        graphs = sum((each.milliseconds for each in drafting if not each.is_eager), 0.0)
-        eager = sum((each.milliseconds for each in drafting if each.is_eager), 0.0)
-        apart = self.base_overhead + self.step_milliseconds_per_request * num_reqs
-        return target + eager + (max(apart, graphs) if self.drafts_overlap else apart + graphs)
+        return passes + self.base_overhead + self.step_milliseconds_per_request * num_reqs
 
 
 def _uneven(times: CostCurve | ExpertCost) -> Iterator[Problem]:

@@ -49,8 +49,7 @@ def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
     if profile.step(1, 0.0):
         each = f" and {profile.step_milliseconds_per_request:.4f} ms for each request"
         more = each if profile.step_milliseconds_per_request else ""
-        passes = "the target's pass, drafts in it" if profile.drafts_overlap else "its passes"
-        yield "step", f"{profile.step_milliseconds:.3f} ms{more} apart from {passes}"
+        yield "step", f"{profile.step_milliseconds:.3f} ms{more} apart from its passes"
     if profile.graphs:
         yield "capture", f"{profile.base_mib:,.1f} MiB and {profile.base_seconds:,.2f} s apart from the graphs"
     if profile.spread is not None:

@@ -151,12 +151,12 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
     prices, demand = problem.prices, problem.demand
     besides = sum(prices.experts(*each) * weight for *each, weight in problem.all_passes())
     besides += sum(
-        (prices.of(each, None, repeats).milliseconds - prices.experts(each, repeats)) * weight
+        (prices.of(each, None, repeats) - prices.experts(each, repeats)) * weight
         for each, repeats, weight in demand.unserved
     )
     expected = problem.cost(chosen) / (NANO * SCALE) + besides / demand.total
     expected += problem.measurements.profile.base_overhead
-    assert table.expected == pytest.approx(expected, rel=1e-8)
+    assert table.expected == pytest.approx(expected, rel=1e-6)  # each pass is rounded to nanoseconds
     assume(all(any(same(each, team[0]) for each in chosen) for team in problem.teams))
     gains = [0.0]
     for team, weights in zip(problem.teams, problem.weights, strict=True):
@@ -284,9 +284,9 @@ def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
     profile = inputs.measurements.profile
     curves = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
     without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=curves))
-    # Beyond what was measured, an eager time is a bound on that of a graph.
+    # Beyond what was measured, an eager time is a bound on that of a graph; ranks pad it to a multiple of two.
     reaches = [c.tokens[-1] for c in curves if c.role is Role.DRAFT_DECODE]
-    assume(reaches and min(reaches) >= inputs.spec.limits.max_num_reqs)
+    assume(reaches and min(reaches) > inputs.spec.limits.max_num_reqs)
     _, table = problem_of(unbounded)
     assume(any(ladder.sizes for ladder in table.ladders if ladder.role is Role.DRAFT_DECODE))
     _, again = problem_of(attrs.evolve(unbounded, measurements=without))

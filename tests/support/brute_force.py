@@ -230,9 +230,7 @@ class Problem:
 
     def nanoseconds(self, batch: Batch, entry: Entry | None, repeats: int) -> int:
         """What passes of a batch add to a step, without the experts, which take the same whatever serves it."""
-        passes = self.prices.of(batch, entry, repeats)
-        rest = attrs.evolve(passes, milliseconds=passes.milliseconds - self.prices.experts(batch, repeats))
-        return round(self.prices.apart(batch.role, rest) * NANO)
+        return round((self.prices.of(batch, entry, repeats) - self.prices.experts(batch, repeats)) * NANO)
 
 
 def serves(other: Table, team: Table) -> bool:

@@ -174,13 +174,9 @@ def _expected(
     # the experts of all of them, too, which no size changes.
     apart = 0.0
     for each, repeats, count in demand.unserved:
-        apart += (prices.of(each, None, repeats).milliseconds - prices.experts(each, repeats)) * count
+        apart += (prices.of(each, None, repeats) - prices.experts(each, repeats)) * count
     for batch, count in steps.counts.items():
-        own, passes = prices.on_every_size(batch, chains), [*passes_of(batch, spec)]
-        rest = prices.step(batch, own)
-        for (each, repeats), time in zip(passes, own, strict=True):
-            experts = attrs.evolve(time, milliseconds=prices.experts(each, repeats))
-            rest -= prices.apart(each.role, time) - prices.apart(each.role, experts)
+        rest = prices.step(batch, ()) + sum(prices.experts(*each) for each in passes_of(batch, spec))
         apart += rest * demand.weight(batch, count)
     return table.table.value / (NANO * SCALE) + apart / demand.total
 
@@ -221,7 +217,7 @@ def _gaining(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs: C
         if not mixed or not mixed[0].domain:
             continue
         domain = mixed[0].domain
-        graphs = [costs.replay(ladder.family) for ladder in mixed]
+        graphs = [costs.graph(ladder.family) for ladder in mixed]
         eager = [costs.eager(ladder.role, ladder.query_len) for ladder in mixed]
         least = max((0, *mixed[0].anchors))
         # From the top: a graph of the largest size that gains serves all counts below it.
@@ -266,12 +262,12 @@ def _priced(ladder: Ladder, costs: Costs) -> Ladder:
         eager, tokens = eager_of(ladder, costs), ladder.last * ladder.unit
         if eager is None:
             return attrs.evolve(ladder, price=f"the profile has no eager times of {ladder.role}")
-        loss = eager(tokens) - costs.replay(ladder.family)(tokens)
+        loss = eager(tokens) - costs.graph(ladder.family)(tokens)
         return attrs.evolve(ladder, price=f"at {ladder.last} that takes {loss:.3g} ms more than a graph")
     if ladder.kind is Kind.DECODE or not ladder.sizes:
         return ladder
     # Decodes are covered to the last; of mixed batches those above the largest size run eager.
-    first, replay = ladder.sizes[-1] + 1, costs.replay(ladder.family)
+    first, replay = ladder.sizes[-1] + 1, costs.graph(ladder.family)
     loss = costs.eager(ladder.role, None)(first) - replay(first)
     bound = "at least " if first > replay.reach and loss > 0 else ""
     price = f"at {first} that takes {bound}{loss:.3g} ms more than a graph" if loss > 0 else _NO_GAIN.format(first)

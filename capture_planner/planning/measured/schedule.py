@@ -37,7 +37,6 @@ from capture_planner.records.batch import Kind
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import MAX_TIERS, Speculative
 from capture_planner.records.plan import Decision
-from capture_planner.records.profile import PassTime
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -429,7 +428,7 @@ def _lengths(
         counts = range(1, min(most, room // (1 + k + speculative.extra_slots)) + 1)
         if not counts:
             continue
-        padded, exact, drafting, graphs = *([0.0] * len(counts) for _ in range(3)), 0
+        padded, exact, graphs = [0.0] * len(counts), [0.0] * len(counts), 0
         for family, times, width in _passes(modes, speculative, k):
             role, mode, query_len, chain = family
             captured = modes[role].is_separate
@@ -437,14 +436,10 @@ def _lengths(
             curve = costs.eager(role, query_len) if mode is GraphMode.NONE else costs.graph(family)
             target = padded if captured else exact
             for index, count in enumerate(counts):
-                milliseconds = times * curve(count * width)
-                experts = times * (chain or 1) * costs.profile.expert_milliseconds(role, count * width)
-                target[index] += milliseconds
-                exact[index] += experts
-                drafting[index] += (milliseconds + experts) * role.is_drafter
+                target[index] += times * curve(count * width)
+                exact[index] += times * (chain or 1) * costs.profile.expert_milliseconds(role, count * width)
         for index, count in enumerate(counts):
-            # Padding of hidden drafts counts as if it were not hidden.
-            exact[index] += costs.profile.step(count, 0.0, PassTime(drafting[index])) - drafting[index]
+            exact[index] += costs.profile.step(count, 0.0)
         lengths.append(DraftLength(k=k, tokens=tokens[k], padded=tuple(padded), exact=tuple(exact), graphs=graphs))
     return tuple(lengths)
 

@@ -31,7 +31,6 @@ from capture_planner.records.batch_space import (
     most_loras,
     token_step,
 )
-from capture_planner.records.profile import PassTime
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
 
@@ -182,14 +181,9 @@ class PassCost:
     batch: Batch
     entry: Entry | None
     """The graph that serves it; None: eager."""
-    time: PassTime
-    every_size: PassTime
+    milliseconds: float
+    every_size: float
     """The same if every size had a graph, in the mode that the role runs in."""
-
-    @property
-    def milliseconds(self) -> float:
-        """Milliseconds of the passes."""
-        return self.time.milliseconds
 
 
 @attrs.frozen
@@ -268,27 +262,26 @@ class Prices:
 
     def __init__(self, costs: Costs, deployment: Deployment, modes: Modes) -> None:
         self.graph, self.eager = cache(costs.graph), cache(costs.eager)
-        self._profile, self._visible, self._deployment = costs.profile, costs.visible, deployment
+        self._profile, self._deployment = costs.profile, deployment
         self.modes, self._step = modes, token_step(deployment.parallel)
         self._families = {role: decode_families(role, deployment) for role in Role}
 
-    def of(self, batch: Batch, entry: Entry | None, repeats: int) -> PassTime:
-        """Return what ``repeats`` passes of a batch take on its entry."""
+    def of(self, batch: Batch, entry: Entry | None, repeats: int) -> float:
+        """Return the milliseconds of ``repeats`` passes of a batch on its entry."""
         if entry is None:
             return self._eager(batch, repeats)
         # A replay takes the time of its padded size, whatever part of it is real; only experts skip padding.
         curve = self.graph((batch.role, entry.mode, entry.query_len, entry.draft_steps))
         replays = curve(entry.num_tokens) * (repeats if entry.draft_steps is None else 1)
-        return PassTime(replays + self.experts(batch, repeats))
+        return replays + self.experts(batch, repeats)
 
     def experts(self, batch: Batch, repeats: int) -> float:
         """Return what the experts of a mixture take in ``repeats`` passes, whatever graph they run on."""
         return self._profile.expert_milliseconds(batch.role, batch.num_tokens) * repeats
 
-    def step(self, batch: Batch, passes: Iterable[PassTime]) -> float:
-        """Return the milliseconds of a step by the passes of its roles, the target's first."""
-        target, *drafting = passes
-        return self._profile.step(batch.num_reqs, target.milliseconds, *drafting)
+    def step(self, batch: Batch, passes: Iterable[float]) -> float:
+        """Return the milliseconds of a step by those of the passes of its roles."""
+        return self._profile.step(batch.num_reqs, sum(passes))
 
     def cost(self, answer: Answer, batch: Batch, passes: Iterable[tuple[Batch, int]]) -> StepCost:
         """Return what a step takes where ``answer`` dispatches; ``passes``: each batch, with how often it runs."""
@@ -299,11 +292,11 @@ class Prices:
             fused = entry is not None and entry.draft_steps is not None
             best = self.with_every_size(each, repeats, fused=fused)
             costs.append(PassCost(each, entry, self.of(each, entry, repeats), best))
-        own, every = [each.time for each in costs], [each.every_size for each in costs]
+        own, every = [each.milliseconds for each in costs], [each.every_size for each in costs]
         return StepCost(tuple(costs), self.step(batch, own), self.step(batch, every))
 
-    def on_every_size(self, batch: Batch, chains: Container[int | None] = ()) -> tuple[PassTime, ...]:
-        """Return what the passes of each role take, the target's first, all on graphs of their own size.
+    def on_every_size(self, batch: Batch, chains: Container[int | None] = ()) -> tuple[float, ...]:
+        """Return the milliseconds of the passes of each role, the target's first, all on graphs of their own size.
 
         :param chains: lengths of the chains of draft decodes that run in one graph.
         """
@@ -312,8 +305,8 @@ class Prices:
             for each, repeats in passes_of(batch, self._deployment)
         )
 
-    def with_every_size(self, batch: Batch, repeats: int, *, fused: bool = False) -> PassTime:
-        """Return what ``repeats`` passes take on graphs of the batch's own size, in its role's mode."""
+    def with_every_size(self, batch: Batch, repeats: int, *, fused: bool = False) -> float:
+        """Return the milliseconds of ``repeats`` passes on graphs of the batch's own size, in its role's mode."""
         mode = self.modes.get(batch.role, GraphMode.NONE)
         is_decode = kind_of(batch, self._families[batch.role]) is Kind.DECODE
         lowered = mode.decode_mode if is_decode else mode.mixed_mode
@@ -323,23 +316,18 @@ class Prices:
         family: Family = (batch.role, lowered, batch.query_len if own else None, repeats if fused else None)
         if lowered is GraphMode.NONE:
             return self._eager(batch, repeats)
-        replays = PassTime(self.graph(family)(tokens) * (1 if fused else repeats) + self.experts(batch, repeats))
+        replays = self.graph(family)(tokens) * (1 if fused else repeats) + self.experts(batch, repeats)
         # Engines run decodes that have graphs of their own on them, whatever an eager pass takes.
         if own:
             return replays
         # Mixed batches run eager where that takes no longer.
-        eager = self._eager(batch, repeats)
-        return replays if self.apart(batch.role, replays) < eager.milliseconds else eager
+        return min(replays, self._eager(batch, repeats))
 
-    def apart(self, role: Role, passes: PassTime) -> float:
-        """Return what passes add to a step, in milliseconds, as sizes are chosen by: see ``Costs.replay``."""
-        return passes.milliseconds * (self._visible if role.is_drafter and not passes.is_eager else 1)
-
-    def _eager(self, batch: Batch, repeats: int) -> PassTime:
+    def _eager(self, batch: Batch, repeats: int) -> float:
         # An eager curve of draft decodes may be that of a whole chain.
         chain = repeats if batch.role is Role.DRAFT_DECODE else None
         eager = self.eager(batch.role, batch.uniform_query_len, chain)(batch.num_tokens)
-        return PassTime(eager + self.experts(batch, repeats), is_eager=True)
+        return eager + self.experts(batch, repeats)
 
 
 class LadderAnswers:

@@ -243,7 +243,7 @@ def problem_of(
             if weight and index < len(sizes):
                 sums[index] += weight * (1 if each is team else each.chain)
                 above[index] += weight * _total(curves, count * each.unit)
-    graphs = [costs.replay(ladder.family) for ladder in team.ladders]
+    graphs = [costs.graph(ladder.family) for ladder in team.ladders]
     eager = [eager_of(ladder, costs) for ladder in team.ladders]
     ceiling = sizes[-1]
     times = [_total(graphs, size * unit) for size in sizes]
@@ -294,7 +294,7 @@ def ratio_alone(team: Team, others: Sequence[Team], costs: Costs, base: int, *, 
             elif least:
                 graphs = [each for each in serving.ladders if each.role in roles]
                 size = graphs[0].domain.round_up(tokens // serving.unit)
-                time = _total([costs.replay(each.family) for each in graphs], size * serving.unit)
+                time = _total([costs.graph(each.family) for each in graphs], size * serving.unit)
                 chain = team.chain if serving.kind is Kind.DECODE else 1
                 worst = max(worst, min(ratio, Fraction(time * chain + base, max(own + base, 1))))
     return worst
@@ -303,7 +303,7 @@ def ratio_alone(team: Team, others: Sequence[Team], costs: Costs, base: int, *, 
 def _by_count(team: Team, roles: frozenset[Role], costs: Costs, base: int) -> dict[int, tuple[int, Fraction]]:
     """Return the nanoseconds on a graph of its own size, and the ratio of an eager pass to that, of each count."""
     ladders = [ladder for ladder in team.ladders if ladder.role in roles]
-    graphs = [costs.replay(ladder.family) for ladder in ladders]
+    graphs = [costs.graph(ladder.family) for ladder in ladders]
     eager = [eager_of(ladder, costs) for ladder in ladders]
     domain, found = ladders[0].domain, {}
     for start, last in domain.intervals:
@@ -335,7 +335,7 @@ def waived(team: Team, others: Sequence[Team], costs: Costs, *, least: bool = Fa
                 total += weight * _total([eager], tokens)
             elif weight and least and own is not None:
                 graph = next(each for each in own.ladders if each.role is ladder.role)
-                replay = round(costs.replay(graph.family)(graph.domain.round_up(tokens)) * NANO) * team.chain
+                replay = round(costs.graph(graph.family)(graph.domain.round_up(tokens)) * NANO) * team.chain
                 total += weight * min(replay, _total([eager], tokens))
     return total
 

@@ -54,9 +54,9 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
     # An eager pass was measured with its experts.
     for index, curve in enumerate(curves):
         if curve.mode is GraphMode.NONE:
-            more = (each * tokens * (curve.draft_steps or 1) for tokens in curve.tokens)
-            times = tuple(map(sum, zip(curve.milliseconds, more, strict=True)))
-            curves[index] = replace(curve, milliseconds=times)
+            more = each * (curve.draft_steps or 1)
+            times = zip(curve.tokens, curve.milliseconds, strict=True)
+            curves[index] = replace(curve, milliseconds=tuple(time + more * tokens for tokens, time in times))
     profile = Profile(
         source="drawn",
         date="2026-11-22T13:00:00Z",

@@ -169,7 +169,7 @@ def test_shipped_profiles_keep_full_decodes_and_a_bound_at_any_load(name: str, d
             fused = entry is not None and entry.draft_steps is not None
             times = prices.of(each, entry, repeats), prices.with_every_size(each, repeats, fused=fused)
             for side, time in enumerate(times):
-                teams[each.role is Role.DRAFT_DECODE][side] += time.milliseconds
+                teams[each.role is Role.DRAFT_DECODE][side] += time
         apart = known.base_overhead
         ratios = [(own + apart) / (every + apart) for own, every in teams if every]
         worst = max(worst, *ratios)

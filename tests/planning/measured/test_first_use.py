@@ -47,9 +47,9 @@ def planned(inputs: PlanInputs) -> tuple[Plan, Plan]:
     return plain, lazy
 
 
-def ladders(role: RolePlan) -> Iterator[tuple[tuple[GraphMode, int | None, int | None], dict[int, list[Entry]]]]:
+def ladders(role: RolePlan) -> Iterator[tuple[tuple[GraphMode, int | None, ...], dict[int, list[Entry]]]]:
     """Yield the graphs of each kind of batch, by their tokens."""
-    for kind, entries in grouped(role.entries, lambda e: (e.mode, e.query_len, e.draft_steps)).items():
+    for kind, entries in grouped(role.entries, lambda e: (e.mode, e.query_len, e.draft_steps, e.max_query_len)).items():
         yield kind, grouped(entries, lambda entry: entry.num_tokens)
 
 
@@ -114,7 +114,7 @@ def assert_worth(inputs: PlanInputs, plan: Plan) -> None:
             uses[each.role, entry] += count * (1 if entry is None or entry.draft_steps else repeats)
     for role in plan.roles:
         for kind, sizes in ladders(role):
-            family = (role.role, *kind)
+            family = (role.role, *kind[:3])
             curve, cost = costs.graph(family), costs.cost_of(family)
             at_start = sorted(tokens for tokens, entries in sizes.items() if entries[0] not in role.lazy)
             assert at_start[-1] == max(sizes)

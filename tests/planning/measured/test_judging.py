@@ -17,7 +17,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import Domain, query_len_of
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.profile import ExpertCost, Overhead, PassTime, Profile
+from capture_planner.records.profile import ExpertCost, Overhead, Profile
 from capture_planner.records.spec import Limits, Parallel, Spec
 from support.measured import MODEL, lines, profile
 
@@ -61,7 +61,6 @@ def profiles(draw: st.DrawFn) -> Profile:
     start = draw(st.integers(1, 9))
     curves = lines(families, (1, 64), lambda index: (start + index * 0.25, start + index * 0.25 + 15.75))
     apart = draw(st.sampled_from((0.0, 0.5)))
-    overlap = draw(st.booleans())
     ways = draw(
         st.sets(st.sampled_from([(mode, length) for mode in (EAGER, PIECEWISE, FULL) for length in (None, 1, 2)]))
     )
@@ -74,7 +73,6 @@ def profiles(draw: st.DrawFn) -> Profile:
         ),
         step_milliseconds=apart,
         step_milliseconds_per_request=apart / 2,
-        drafts_overlap=overlap,
         experts=tuple(
             ExpertCost(role=role, tokens=(64,), milliseconds=(milliseconds,))
             for role, milliseconds in zip(Role, draw(st.sampled_from(((), (16.0, 8.0, 1.0)))), strict=False)
@@ -139,7 +137,7 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
         passes = list(passes_of(batch, spec))
         base = min((each.milliseconds for each in known.overheads), default=known.step_milliseconds)
         apart = base + known.step_milliseconds_per_request * batch.num_reqs
-        target = drafting = launched = 0.0
+        total = apart
         for each, repeats in passes:
             entry = answers[each]
             if entry is None:
@@ -156,12 +154,8 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
                 prefill = beyond(known, (Role.DRAFT_PREFILL, mode, length, None), tokens)
                 prefill -= experts(Role.DRAFT_PREFILL, tokens) if mode is EAGER else 0.0
                 held = known.floor(mode, length) - prefill + experts(each.role, each.num_tokens)
-                target += max(time, held if known.floor(mode, length) else 0.0) + known.overhead(mode, length) - base
-            elif entry is None:
-                launched += time
-            else:
-                drafting += time
-        total = target + launched + (max(apart, drafting) if known.drafts_overlap else apart + drafting)
+                time = max(time, held if known.floor(mode, length) else 0.0) + known.overhead(mode, length) - base
+            total += time
         every += [total] * count
         eager += count * any(answers[each] is None for each, _ in passes)
     every.sort()
@@ -169,11 +163,11 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
     prices = Prices(costs, spec, dict.fromkeys(Role, GraphMode.FULL_AND_PIECEWISE))
     best = 0.0
     for batch, count in counts.items():
-        target, *drafts = (
+        passes = (
             prices.with_every_size(each, repeats, fused=answers[each] is not None and bool(answers[each].draft_steps))
             for each, repeats in passes_of(batch, spec)
         )
-        best += known.step(batch.num_reqs, target.milliseconds, *drafts) * count
+        best += known.step(batch.num_reqs, sum(passes)) * count
     assert found.every_size_ms == pytest.approx(best / max(len(every), 1))
     assert found.mean_step_ms == pytest.approx(sum(every) / max(len(every), 1))
     assert found.eager_share == eager / max(len(every), 1)
@@ -217,12 +211,10 @@ def test_every_size_is_the_batch_itself_in_the_mode_of_its_role(
             one = beyond(known, family, tokens) * (1 if chain else repeats)
             one += fixed and known.overhead(lowered, length) - fixed
             one += known.expert_milliseconds(each.role, each.num_tokens) * repeats
-        # Of a drafter's replays only what no work of the host hides.
-        if not (own and mode.is_separate) and eager <= prices.apart(each.role, PassTime(one)):
-            one, lowered = eager, EAGER
+        if not (own and mode.is_separate):
+            one = min(one, eager)
         assert prices.with_every_size(each, repeats, fused=chain is not None) == every
-        assert every.milliseconds == pytest.approx(one)
-        assert every.is_eager is (lowered is EAGER)
+        assert every == pytest.approx(one)
 
 
 def _chain(steps: int) -> Ladder:
@@ -249,11 +241,10 @@ def test_every_size_goes_beyond_what_the_profile_has(known: Profile, tokens: int
     experts = known.expert_milliseconds(Role.TARGET, tokens)
     graph = beyond(known, (Role.TARGET, PIECEWISE, None, None), tokens) + known.overhead(PIECEWISE, None) + experts
     found = prices.with_every_size(mixed, 1)
-    assert found.milliseconds == pytest.approx(min(graph, eager) - known.base_overhead)
-    assert found.is_eager is (eager <= graph)
+    assert found == pytest.approx(min(graph, eager) - known.base_overhead)
     decode = Batch.decode(Role.TARGET, tokens, 1)
     more = known.overhead(FULL, 1) - known.base_overhead
-    assert prices.with_every_size(decode, 1).milliseconds == pytest.approx(
+    assert prices.with_every_size(decode, 1) == pytest.approx(
         beyond(known, (Role.TARGET, FULL, 1, None), tokens) + more + experts
     )
 

@@ -93,19 +93,6 @@ def test_one_length_for_all_is_no_schedule():
     assert "it is the best fixed number, 5" in found.role(Role.TARGET).decisions[0].message
 
 
-def test_drafts_that_overlap_with_the_engines_own_work_take_no_time():
-    """As in vLLM, which waits for the target's tokens only: the schedule is the same as with free drafts."""
-    shape = {"target": 2.0, "draft": 0.8, "per_token": 0.004}
-    slow = replace(profile(**shape), step_milliseconds=5.0, drafts_overlap=True)
-    free = replace(slow, curves=curves(**shape | {"draft": 1e-6}))
-
-    def schedule(measured):
-        return plan(SPEC, MACHINE, registry(), Measurements(profile=measured, traffic=LOAD)).speculative.tiers(64)
-
-    assert schedule(slow) == schedule(replace(free, drafts_overlap=False))
-    assert schedule(slow) != schedule(replace(slow, drafts_overlap=False))
-
-
 def test_no_drafts_where_none_is_worth_its_time():
     """No draft is ever accepted: the schedule has 0 for all, and the decision names what would save the drafter too."""
     found = made(speculative=replace(MEASURED, acceptance=(0.0,) * 5))

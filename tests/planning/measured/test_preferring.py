@@ -24,23 +24,19 @@ NEARLY = Fraction(1, 20)
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
     """Draw the best tables of one or two ladders."""
-    groups = []
+    groups, limit = [], draw(st.sampled_from((None, Fraction(6, 5))))
     for role in draw(st.sampled_from(((Role.TARGET,), (Role.TARGET, Role.DRAFT_DECODE)))):
         count = draw(st.integers(2, 30))
         times = list(accumulate(draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), initial=100))[1:]
         weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
         top = draw(st.sampled_from((1, count)))
         problem = LadderProblem.of(range(1, count + 1), times, weights, [3 * each for each in times], top)
-        limit = draw(st.sampled_from((None, Fraction(6, 5))))
         program = LadderProgram(problem, limit)
         indices = program.sizes(max(len(program.least), min(draw(st.integers(1, 6)), program.most)))
         ladder: Any = SimpleNamespace(role=role, kind=Kind.DECODE, query_len=2)
         team: Any = SimpleNamespace(ladders=(ladder,), kind=Kind.DECODE)
         groups.append(SizedGroup(team=team, group=SizeGroup(program=program, takes=()), indices=indices))
-    limit = max((each.group.program.limit for each in groups), key=lambda each: each or 0)
     worst = max(each.group.problem.worst(each.indices) for each in groups)
-    if limit is not None and worst > limit:
-        limit = None
     value = sum(each.cost for each in groups)
     return Table(groups=tuple(groups), waived=frozenset(), value=value, worst=worst, limit=Limit(limit))
 

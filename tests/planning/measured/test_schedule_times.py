@@ -23,7 +23,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, ScheduleSource, Speculative
-from capture_planner.records.profile import PassTime, Profile
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Budget, KindGraphs, Limits, Spec
 from support.measured import MODEL, decodes, lines, profile
 
@@ -39,14 +39,14 @@ def spec_of(k: int, most: int, room: int, method: Method = Method.EAGLE3, **name
     return Spec(model=MODEL, limits=limits, mode=GraphMode.FULL, backend="alpha", speculative=speculative)
 
 
-def profile_of(apart: float = 0.0, *, overlap: bool = False) -> Profile:
+def profile_of(apart: float = 0.0) -> Profile:
     """Return a time for every family of passes."""
     families = [
         *((role, mode, each, None) for role in Role for mode in MODES for each in (None, *range(1, 8))),
         *((Role.DRAFT_DECODE, GraphMode.FULL, 1, steps) for steps in range(1, 5)),
     ]
     curves = lines(families, (1, 101), lambda index: (1 + index / 4, 101 + index / 4))
-    return replace(profile(), curves=curves, step_milliseconds=apart, drafts_overlap=overlap)
+    return replace(profile(), curves=curves, step_milliseconds=apart)
 
 
 MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
@@ -63,7 +63,7 @@ MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
         st.sampled_from((Method.EAGLE3, Method.DRAFT_MODEL)),
         chain=st.sampled_from(Chain),
     ),
-    known=st.builds(profile_of, st.sampled_from((0.0, 2.0, 30.0)), overlap=st.booleans()),
+    known=st.builds(profile_of, st.sampled_from((0.0, 2.0, 30.0))),
 )
 def test_each_number_of_drafts_takes_its_passes(modes: dict[Role, GraphMode], spec: Spec, known: Profile) -> None:
     """The target's and the first draft pass of 1 + K tokens, then K - 1 of one, in one graph where they are fused."""
@@ -84,7 +84,7 @@ def test_each_number_of_drafts_takes_its_passes(modes: dict[Role, GraphMode], sp
         running = [role for role in Role if runs[role] > 0]
         assert length.graphs == sum(modes[role].is_separate for role in running)
         for index, count in enumerate(counts):
-            padded = exact = drafting = 0.0
+            padded = exact = 0.0
             for role in running:
                 mode = modes[role].decode_mode
                 width, steps, times = 1 + k + slots * (role is Role.DRAFT_PREFILL), None, runs[role]
@@ -98,9 +98,8 @@ def test_each_number_of_drafts_takes_its_passes(modes: dict[Role, GraphMode], sp
                 time = times * (curve.milliseconds[0] + count * width - 1)
                 padded += time * modes[role].is_separate
                 exact += time * (not modes[role].is_separate)
-                drafting += time * role.is_drafter
             assert length.padded[index] == pytest.approx(padded)
-            assert length.exact[index] == pytest.approx(exact + known.step(count, 0.0, PassTime(drafting)) - drafting)
+            assert length.exact[index] == pytest.approx(exact + known.step(count, 0.0))
 
 
 @given(

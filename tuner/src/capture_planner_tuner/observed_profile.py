@@ -258,8 +258,8 @@ def _samples(role: ObservedRole, graphs: Iterable[ObservedGraph]) -> Iterator[Gr
 
 
 SURE = 0.7
-"""Part of the host's time up to which a larger graph is free. Another start of the same engine on the same machine takes
-0.74 to 1.36 of it for each step (docs/lab/vllm.md); an eager pass has no size to choose."""
+"""Part of the host's time within which padding is free. Each step of another start of an engine takes 0.74 to 1.36
+times as long (docs/lab/vllm.md). An eager pass has no size to choose, so all of the host's time counts."""
 
 FITS = 8
 """Turns of the fit of floors and of the time for each request."""
@@ -354,7 +354,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
             batch = attrs.evolve(batch, query_len=None)  # of a length that is not scheduled: a mixed batch
         try:
             own, *drafts = (
-                prices.of(each, entry if each is batch else graph_of[each.role](each), repeats).milliseconds
+                prices.of(each, entry if each is batch else graph_of[each.role](each), repeats)
                 for each, repeats in passes_of(batch, observation)
                 if each.role in graph_of
             )

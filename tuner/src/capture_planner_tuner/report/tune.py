@@ -598,7 +598,7 @@ def _timed(load: _Load) -> Plot:
     today, proposed = load.sides
     tokens = load.tokens
     series = [
-        Series("every size", Mark.LINE, [(n, today[n].every_size.milliseconds / 1e3) for n in tokens], color=LOAD),
+        Series("every size", Mark.LINE, [(n, today[n].every_size / 1e3) for n in tokens], color=LOAD),
         Series("today", Mark.STAIRS, [(n, today[n].milliseconds / 1e3) for n in tokens], color=TODAY),
         Series("proposed", Mark.STAIRS, [(n, proposed[n].milliseconds / 1e3) for n in tokens], color=PROPOSED),
     ]

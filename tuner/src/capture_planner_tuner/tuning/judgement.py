@@ -85,7 +85,7 @@ class Pricing:
 
     def on(self, batch: Batch, entry: Entry) -> float:
         """Return the milliseconds of one pass of a batch on a graph."""
-        return self._prices.of(batch, entry, 1).milliseconds
+        return self._prices.of(batch, entry, 1)
 
     def is_unknown(self, batch: Batch) -> bool:
         """Return whether an observation has no answer for a pass of a step; the pass counts as eager."""
