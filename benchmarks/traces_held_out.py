@@ -32,7 +32,6 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner
-from capture_planner.planning.costs import Costs
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
@@ -113,10 +112,11 @@ class Judge:
             modes += [] if role is Role.DRAFT_DECODE else [(GraphMode.PIECEWISE, None)]
             # A drafter's graph hides behind the host's work, also where it takes no less than an eager pass.
             graphs = [each for each in modes if role.is_drafter or tokens <= self.reach(role, *each)]
-            choices = [*graphs, (GraphMode.NONE, each)]
-            times = [self._time(role, mode, query_len, tokens) for mode, query_len in choices]
-            ways.append((*choices[times.index(min(times))], tokens))
-        return self._sum(batch, ways)
+            choices = [(*graph, tokens) for graph in (*graphs, (GraphMode.NONE, each))]
+            ways.append(sorted(choices, key=lambda choice: self._time(role, *choice)))
+        targets, *drafts = ways
+        # What the host takes depends on how the target runs.
+        return min(self._sum(batch, [target, *(best for best, *_ in drafts)]) for target in targets)
 
     def under(self, dispatcher: Dispatcher, batch: Batch) -> float:
         """Return the milliseconds of a step under the graphs of a plan."""
@@ -130,13 +130,11 @@ class Judge:
 
     def _sum(self, batch: Batch, ways: Sequence[tuple[GraphMode, int | None, int]]) -> float:
         """Return the milliseconds of a step whose passes run in so many modes, query lengths and tokens."""
-        profile, kind, times = self._profile, ways[0][:2], []
+        profile, kind, passes = self._profile, ways[0][:2], 0.0
         for (role, *_, repeats), (mode, each, tokens) in zip(self._passes(batch), ways, strict=True):
-            times.append(repeats * self._time(role, mode, each, tokens))
-        own, *drafts = times
-        # The host's time, of which the drafts of as few requests as there can be have a part.
-        own = max(own, profile.floor(*kind) - Costs(profile).least_drafting(*kind)(ways[0][2]))
-        return profile.step(batch.num_reqs, own + sum(drafts) + profile.overhead(*kind) - profile.base_overhead)
+            passes += repeats * self._time(role, mode, each, tokens)
+        device = max(passes, profile.floor(*kind))
+        return profile.step(batch.num_reqs, device + profile.overhead(*kind) - profile.base_overhead)
 
     def mean(self, plan: Dispatcher, steps: Mapping[Batch, int]) -> float:
         """Return the mean step under a plan, in milliseconds."""
