@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
-from capture_planner.records.profile import CostCurve, ExpertCost, GraphCost, Profile, family_name
+from capture_planner.modes import Role
+from capture_planner.records.profile import CostCurve, ExpertCost, GraphCost, Overhead, Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Report, Section, ran, warned
 
@@ -28,6 +29,10 @@ def profile_report(profile: Profile) -> Report:
         heading = f"{cost.role.value}, experts of a batch besides the pass"
         grid = Grid.of(("tokens", "ms"), staircase(cost), text=0)
         sections.append(Section(name=f"experts-{cost.role.value}", title=heading, parts=(grid,)))
+    if profile.overheads:
+        columns = ("target's pass", "ms at least", "ms besides", "off by", "steps")
+        grid = Grid.of(columns, map(_overhead, profile.overheads), text=1)
+        sections.append(Section(name="overheads", title="what a step takes for the host", parts=(grid,)))
     if profile.graphs:
         columns = ("graphs", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")
         grid = Grid.of(columns, map(_cost, profile.graphs), text=1)
@@ -72,6 +77,11 @@ def _step(points: Sequence[tuple[int, float]]) -> tuple[str, str]:
     # Times that are written alike are no range.
     same = f"{fastest:.3f}" == f"{slowest:.3f}"
     return tokens, f"{fastest:.3f}" if same else f"{fastest:.3f} to {slowest:.3f}"
+
+
+def _overhead(each: Overhead) -> tuple[str, ...]:
+    kind = family_name(Role.TARGET, *each.key, None).partition(" ")[2]
+    return kind, *(f"{figure:.3f}" for figure in (each.floor, each.milliseconds, each.error)), f"{each.steps:,}"
 
 
 def _cost(cost: GraphCost) -> tuple[str, ...]:
