@@ -30,8 +30,8 @@ def profile_report(profile: Profile) -> Report:
         grid = Grid.of(("tokens", "ms"), staircase(cost), text=0)
         sections.append(Section(name=f"experts-{cost.role.value}", title=heading, parts=(grid,)))
     if profile.overheads:
-        columns = ("target's pass", "ms at least", "ms besides", "off by", "steps")
-        grid = Grid.of(columns, map(_overhead, profile.overheads), text=1)
+        named = ("target's pass", "ms at least", "ms besides", "off by", "steps")
+        grid = Grid.of(named, map(_overhead, profile.overheads), text=1)
         sections.append(Section(name="overheads", title="what a step takes for the host", parts=(grid,)))
     if profile.graphs:
         columns = ("graphs", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")

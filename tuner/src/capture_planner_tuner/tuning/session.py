@@ -666,7 +666,7 @@ def assumptions_of(
         says = f"{steps:,} steps count as eager today: the observation has no answer for their batches"
         weighed.append((steps / max(load.judged.total, 1), says))
     # Without the host's part a step looks as fast as its kernels.
-    if not near.profile.step(1, 0.0):
+    if not near.profile.overheads and not near.profile.step(1, 0.0):
         says = "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
         weighed.append((0.3, says))
     today = subject.today
@@ -693,7 +693,7 @@ def _assumed_times(tuning: Tuning, costs: Costs) -> Iterator[tuple[float, str]]:
         for family, count in _served(pricing, tuning.judging).items():
             shares[family] = max(shares.get(family, 0.0), count / total)
     for family in sorted(shares, key=lambda family: family_name(*family)):
-        for says in costs.assumptions([family]):
+        for says in (*costs.assumptions([family]), *costs.waits([family])):
             yield shares[family], says
 
 
