@@ -39,14 +39,19 @@ def evolved(observation, **of_graphs):
     return replace(observation, roles=tuple(roles))
 
 
-def profiled():
-    """What an engine writes that timed its graphs right after capture."""
-    observation = evolved(
-        observation_of(DEPLOYMENT),
-        milliseconds=lambda tokens: 1.0 + tokens / 64,
-        seconds=lambda tokens: 0.05,
-        mib=lambda tokens: 2.0,
-    )
+def profiled(experts=0.0):
+    """What an engine writes that timed its graphs right after capture.
+
+    :param experts: milliseconds of the experts of one token, of a mixture.
+    """
+    figures = {
+        "milliseconds": lambda tokens: 1.0 + tokens / 64 + experts * tokens**0.5,
+        "seconds": lambda tokens: 0.05,
+        "mib": lambda tokens: 2.0,
+    }
+    if experts:
+        figures["half_milliseconds"] = lambda tokens: 1.0 + tokens / 64 + experts * (tokens // 2) ** 0.5
+    observation = evolved(observation_of(DEPLOYMENT), **figures)
     target, *others = observation.roles
     eager = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=40.0),)
     drafts = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=3.0),)
@@ -135,15 +140,15 @@ KINDS = sorted({(GraphMode.NONE, 4), (GraphMode.NONE, None), *((TARGET.entries[n
     slope=st.floats(0, 0.05),
     apart=st.lists(st.floats(0, 30), min_size=len(KINDS), max_size=len(KINDS)),
     noise=st.lists(st.floats(0, 0.4), min_size=1, max_size=7),
+    experts=st.sampled_from((0.0, 0.1, 0.5)),
 )
-def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart, noise):
+def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart, noise, experts):
     """Of each kind, whatever the host and the drafter take, and however the steps of a kind spread."""
     apart = dict(zip(KINDS, apart, strict=True))
     apart[min(apart, key=apart.get)] = 0.0
-    bare = observed(profiled())
-    observation = served(profiled(), bare, apart, base, slope, noise)
+    start = profiled(experts)
+    observation = served(start, observed(start), apart, base, slope, noise)
     profile = observed(observation)
-
     assert not any("less than their passes" in note for note in profile.notes)
     judged = judged_mean(profile, observation)
     for kind, (predicted, measured) in judged.items():
@@ -160,12 +165,13 @@ def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart
 @given(
     floors=st.lists(st.floats(0, 60), min_size=len(KINDS), max_size=len(KINDS)),
     slope=st.floats(0, 0.05),
-    data=st.data(),
+    experts=st.sampled_from((0.0, 0.1, 0.5)),
 )
-def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, data):
+def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, experts):
     """A step takes it at least: eager steps in full; on a graph of another size, of which a part counts."""
     floors = dict(zip(KINDS, floors, strict=True))
-    bare = observed(profiled())
+    start = profiled(experts)
+    bare = observed(start)
     host = replace(
         bare,
         overheads=tuple(
@@ -173,7 +179,7 @@ def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, data
             for mode, length in KINDS
         ),
     )
-    observation = served(profiled(), host, dict.fromkeys(KINDS, 0.0), 0.0, slope)
+    observation = served(start, host, dict.fromkeys(KINDS, 0.0), 0.0, slope)
     profile = observed(observation)
     for kind, (predicted, measured) in judged_mean(profile, observation).items():
         assert predicted == pytest.approx(measured, rel=2e-3), kind

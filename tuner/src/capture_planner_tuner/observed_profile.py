@@ -282,7 +282,7 @@ class ServedStep:
     passes: float
     """Milliseconds of all its passes, the drafter's included."""
     above: float
-    """Milliseconds that the drafter's passes take above the least that such a step has (``Costs.least_drafting``)."""
+    """Milliseconds that a floor has no part in (``Costs``): the drafter's passes above their least, and the experts."""
 
     @property
     def rest(self) -> float:
@@ -369,7 +369,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
                 weight=count.steps,
                 interval=count.interval,
                 passes=own + sum(drafts),
-                above=sum(drafts) - beside,
+                above=sum(drafts) + prices.experts(batch, 1) - beside,
             )
         )
     notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))
