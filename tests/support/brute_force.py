@@ -219,10 +219,13 @@ class Problem:
         return worst
 
     def tail_time(self, ladders: Sequence[Ladder]) -> int:
-        """Nanoseconds of the step that a percentile is of."""
+        """Nanoseconds of the step that a percentile is of, without the passes that no graph could serve."""
         assert self.tail is not None
-        total = 0
+        total, unserved = 0, {each for each, *_ in self.demand.unserved}
         for each, repeats in passes_of(self.tail, self.spec):
+            # A price is a share of what sizes change.
+            if each in unserved:
+                continue
             entry = LadderAnswers(ladders, self.spec)(each)
             single = entry is None or entry.draft_steps is None
             total += self.nanoseconds(each, entry, 1) * (repeats if single else 1)
