@@ -211,6 +211,46 @@ def test_rows_that_stay_padding_are_said_to(monkeypatch, reason, experts):
     assert all(real == 0 and ids == 1 for _, real, ids in seen)
 
 
+def _without_vocabulary(runner):
+    del runner.vocab_size
+
+
+def _without_experts(runner):
+    def get_num_experts():
+        raise ValueError("no such number")
+
+    runner.vllm_config.model_config.get_num_experts = get_num_experts
+
+
+SURPRISES = {
+    "AttributeError: 'GPUModelRunner' object has no attribute 'vocab_size'": _without_vocabulary,
+    "ValueError: no such number": _without_experts,
+}
+
+
+@pytest.mark.parametrize("says", SURPRISES)
+def test_another_release_starts_and_its_rows_stay_padding(monkeypatch, says):
+    """Whatever it lacks: graphs are timed as they were captured, and the observation says so."""
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+        original = runners.initialize_kv_cache
+
+        def initialize(runner):
+            original(runner)
+            if hasattr(runner, "vocab_size"):
+                SURPRISES[says](runner)
+
+        monkeypatch.setattr(runners, "initialize_kv_cache", initialize)
+        runner = started(experts=(8, 0))
+        seen = runner.cudagraph_manager.seen
+        runner.shutdown()
+        assert [note for note in observed(folder).notes if "padding" in note] == [
+            f"graphs were timed on padding, which the experts of a mixture skip: {says}"
+        ]
+    assert seen
+    assert all(real == 0 for _, real, _ in seen)
+
+
 @pytest.mark.parametrize("experts", [(8, 8), (0, 8), (0, 0)])
 def test_a_drafter_that_is_a_mixture_is_timed_on_padding(experts):
     with process(**{observe.PROFILE: "1"}) as folder:

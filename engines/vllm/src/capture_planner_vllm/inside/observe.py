@@ -198,7 +198,7 @@ class Observer(StepHooks):
                 return original(runner, *args, profile_only=True, **kwargs)
             # A capture runs dummy steps, which no request asked for, so they are not watched.
             self._active = None
-            self._rows = DummyRows.of(runner, self._note) if self._profile else None
+            self._rows = self._dummy_rows(runner) if self._profile else None
             trials = Trials(runner, self._profile_seconds, self._note) if self._profile else None
             captures = self._captures = Captures(trials, self._rows)
             start = time.perf_counter()
@@ -211,6 +211,15 @@ class Observer(StepHooks):
             return size
 
         return capture_model
+
+    def _dummy_rows(self, runner: Any) -> DummyRows | None:
+        try:
+            return DummyRows.of(runner, self._note)
+        except Exception as error:
+            # Graphs that are timed on padding are still worth their times.
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self._note(f"graphs were timed on padding, which the experts of a mixture skip: {reason}")
+            return None
 
     def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
         """Write the first observation, and count from now on.
