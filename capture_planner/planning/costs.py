@@ -121,8 +121,10 @@ class Costs:
         if not role.is_drafter and self.profile.floor(mode, query_len):
             curve = attrs.evolve(curve, floor=self._floor(mode, query_len))
         if not curve.is_graph:
-            experts = next((each for each in self.profile.experts if each.role is role), None)
-            return curve if experts is None else attrs.evolve(curve, experts=lambda tokens: experts(tokens) * passes)
+            if not self.profile.experts:
+                return curve
+            experts = self.profile.expert_milliseconds
+            return attrs.evolve(curve, experts=lambda tokens: experts(role, tokens) * passes)
         bounds = [self.known((role, GraphMode.NONE, query_len, draft_steps))]
         if mode is GraphMode.FULL and draft_steps is None and self.has_mode(role, GraphMode.PIECEWISE):
             bounds.append(self.known((role, GraphMode.PIECEWISE, None, None)))
@@ -131,8 +133,8 @@ class Costs:
 
     def _floor(self, mode: GraphMode, query_len: int | None) -> Callable[[int], float]:
         """Return the least milliseconds of a target's pass by tokens: the step's, without what its drafts take."""
-        floor, beside = self.profile.floor(mode, query_len), self.least_drafting(mode, query_len)
-        return lambda tokens: floor - beside(tokens)
+        floor, drafting = self.profile.floor(mode, query_len), self.least_drafting(mode, query_len)
+        return lambda tokens: floor - drafting(tokens)
 
     def least_drafting(self, mode: GraphMode, query_len: int | None) -> Callable[[int], float]:
         """Return the milliseconds by tokens that a drafter's passes of a step take at least; 0.0 without a drafter.

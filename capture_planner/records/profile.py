@@ -102,7 +102,7 @@ class Overhead:
 
     mode: GraphMode = field("graphs of the target's pass: FULL or PIECEWISE; NONE: eager")
     query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
-    milliseconds: Amount = field("mean time besides the passes and the floor, apart from that for each request")
+    milliseconds: Amount = field("mean overhead of a step, without its passes, the floor and the time per request")
     floor: Amount = field("least time of all passes of a step, which is the host's", default=0.0)
     error: Amount = field("standard error of that time, in milliseconds", default=0.0)
     steps: Count = field("number of measured steps")

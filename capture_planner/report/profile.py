@@ -26,13 +26,13 @@ def profile_report(profile: Profile) -> Report:
         grid = Grid.of(("tokens", "ms"), staircase(curve), text=0)
         sections.append(Section(name=f"curve-{number}", title=heading, parts=(grid,)))
     for cost in profile.experts:
-        heading = f"{cost.role.value}, experts of a batch besides the pass"
+        heading = f"{cost.role.value}, experts by tokens of the batch"
         grid = Grid.of(("tokens", "ms"), staircase(cost), text=0)
         sections.append(Section(name=f"experts-{cost.role.value}", title=heading, parts=(grid,)))
     if profile.overheads:
-        named = ("target's pass", "ms at least", "ms besides", "off by", "steps")
+        named = ("target's pass", "floor, ms", "overhead, ms", "error, ms", "steps")
         grid = Grid.of(named, map(_overhead, profile.overheads), text=1)
-        sections.append(Section(name="overheads", title="what a step takes for the host", parts=(grid,)))
+        sections.append(Section(name="overheads", title="host overhead of a step", parts=(grid,)))
     if profile.graphs:
         columns = ("graphs", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")
         grid = Grid.of(columns, map(_cost, profile.graphs), text=1)

@@ -176,6 +176,23 @@ def test_rows_of_a_mixture_count_as_tokens_while_it_is_timed(mode, fused, k, siz
         assert bool(buffers.is_padding.all()) or not (seen or role.graphs)
 
 
+def _timed_rows(monkeypatch, change, experts):
+    """The rows that were timed, and the notes on padding, of a runner that is changed before it captures."""
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+        original = runners.initialize_kv_cache
+
+        def initialize(runner):
+            original(runner)
+            change(runner)
+
+        monkeypatch.setattr(runners, "initialize_kv_cache", initialize)
+        runner = started(experts=experts)
+        seen = runner.cudagraph_manager.seen
+        runner.shutdown()
+        return seen, [note for note in observed(folder).notes if "padding" in note]
+
+
 def _with_load(runner):
     runner.vllm_config.parallel_config.enable_eplb = True
 
@@ -191,19 +208,7 @@ REASONS = {"the load by which it places experts": _with_load, "prefill context p
 @pytest.mark.parametrize("experts", [(8, 0), (8, 8)])
 def test_rows_that_stay_padding_are_said_to(monkeypatch, reason, experts):
     """Replays take no time of the experts, and the observation says so."""
-    with process(**{observe.PROFILE: "1"}) as folder:
-        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
-        original = runners.initialize_kv_cache
-
-        def initialize(runner):
-            original(runner)
-            REASONS[reason](runner)
-
-        monkeypatch.setattr(runners, "initialize_kv_cache", initialize)
-        runner = started(experts=experts)
-        seen = runner.cudagraph_manager.seen
-        runner.shutdown()
-        note, *others = [note for note in observed(folder).notes if "padding" in note]
+    seen, (note, *others) = _timed_rows(monkeypatch, REASONS[reason], experts)
     assert note.startswith("graphs of the target were timed on padding, which its experts skip: ")
     assert reason in note
     assert len(others) == bool(experts[1])
@@ -212,7 +217,7 @@ def test_rows_that_stay_padding_are_said_to(monkeypatch, reason, experts):
 
 
 def _without_vocabulary(runner):
-    del runner.vocab_size
+    vars(runner).pop("vocab_size", None)
 
 
 def _without_experts(runner):
@@ -231,33 +236,15 @@ SURPRISES = {
 @pytest.mark.parametrize("says", SURPRISES)
 def test_another_release_starts_and_its_rows_stay_padding(monkeypatch, says):
     """Whatever it lacks: graphs are timed as they were captured, and the observation says so."""
-    with process(**{observe.PROFILE: "1"}) as folder:
-        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
-        original = runners.initialize_kv_cache
-
-        def initialize(runner):
-            original(runner)
-            if hasattr(runner, "vocab_size"):
-                SURPRISES[says](runner)
-
-        monkeypatch.setattr(runners, "initialize_kv_cache", initialize)
-        runner = started(experts=(8, 0))
-        seen = runner.cudagraph_manager.seen
-        runner.shutdown()
-        assert [note for note in observed(folder).notes if "padding" in note] == [
-            f"graphs were timed on padding, which the experts of a mixture skip: {says}"
-        ]
+    seen, notes = _timed_rows(monkeypatch, SURPRISES[says], (8, 0))
+    assert notes == [f"graphs were timed on padding, which the experts of a mixture skip: {says}"]
     assert seen
     assert all(real == 0 for _, real, _ in seen)
 
 
 @pytest.mark.parametrize("experts", [(8, 8), (0, 8), (0, 0)])
-def test_a_drafter_that_is_a_mixture_is_timed_on_padding(experts):
-    with process(**{observe.PROFILE: "1"}) as folder:
-        runner = started(experts=experts)
-        seen = runner.cudagraph_manager.seen
-        runner.shutdown()
-        notes = [note for note in observed(folder).notes if "padding" in note]
+def test_a_drafter_that_is_a_mixture_is_timed_on_padding(monkeypatch, experts):
+    seen, notes = _timed_rows(monkeypatch, lambda _: None, experts)
     said = "graphs of the drafter were timed on padding, which its experts skip: only the target's are timed on tokens"
     assert notes == [said] * bool(experts[1])
     assert {real > 0 for _, real, _ in seen} == {bool(experts[0])}

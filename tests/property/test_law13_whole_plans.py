@@ -149,12 +149,12 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
     problem, table = problem_of(inputs)
     chosen = [ladder for ladder in table.ladders if ladder.sizes]
     prices, demand = problem.prices, problem.demand
-    besides = sum(prices.experts(*each) * weight for *each, weight in problem.all_passes())
-    besides += sum(
+    extra = sum(prices.experts(*each) * weight for *each, weight in problem.all_passes())
+    extra += sum(
         (prices.of(each, None, repeats) - prices.experts(each, repeats)) * weight
         for each, repeats, weight in demand.unserved
     )
-    expected = problem.cost(chosen) / (NANO * SCALE) + besides / demand.total
+    expected = problem.cost(chosen) / (NANO * SCALE) + extra / demand.total
     expected += problem.measurements.profile.base_overhead
     assert table.expected == pytest.approx(expected, rel=1e-6)  # each pass is rounded to nanoseconds
     assume(all(any(same(each, team[0]) for each in chosen) for team in problem.teams))

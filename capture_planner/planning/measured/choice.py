@@ -171,8 +171,8 @@ def _expected(
     """Return the value of a mean, by step or by request, in milliseconds; of the objective regret the worst ratio."""
     if spec.sizes.objective == "regret":
         return float(table.table.worst)
-    # Besides the passes that ladders serve there are those that none serves, and what a step takes besides its passes:
-    # the experts of all of them, too, which no size changes.
+    # The table's value has the passes that ladders serve. Add the others, the overhead of each step, and the experts of
+    # all passes, which no size changes.
     apart = 0.0
     for each, repeats, count in demand.unserved:
         apart += (prices.of(each, None, repeats) - prices.experts(each, repeats)) * count

@@ -280,7 +280,7 @@ class Prices:
         return self._profile.expert_milliseconds(batch.role, batch.num_tokens) * repeats
 
     def step(self, batch: Batch, passes: Iterable[float]) -> float:
-        """Return the milliseconds of a step by those of the passes of its roles."""
+        """Return the milliseconds of a step, given the milliseconds of its passes."""
         return self._profile.step(batch.num_reqs, sum(passes))
 
     def cost(self, answer: Answer, batch: Batch, passes: Iterable[tuple[Batch, int]]) -> StepCost:

@@ -327,15 +327,16 @@ def waived(team: Team, others: Sequence[Team], costs: Costs, *, least: bool = Fa
         # More than any table costs: chosen only where no bound leaves room for these graphs.
         if eager is None:
             return UNKNOWN
+        graph = next(each for each in own.ladders if each.role is ladder.role) if least and own is not None else None
+        curve = None if graph is None else costs.graph(graph.family)
         last = 0 if own is None else own.ladders[0].domain.ceiling
         for count, weight in enumerate(team.weights):
             tokens = count * team.unit
             # No size of what serves the others is as large, so these run eager whatever is chosen.
             if weight and tokens > last:
                 total += weight * _total([eager], tokens)
-            elif weight and least and own is not None:
-                graph = next(each for each in own.ladders if each.role is ladder.role)
-                replay = round(costs.graph(graph.family)(graph.domain.round_up(tokens)) * NANO) * team.chain
+            elif weight and graph is not None:
+                replay = _total([curve], graph.domain.round_up(tokens)) * team.chain
                 total += weight * min(replay, _total([eager], tokens))
     return total
 

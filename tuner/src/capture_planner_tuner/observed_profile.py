@@ -358,7 +358,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
                 for each, repeats in passes_of(batch, observation)
                 if each.role in graph_of
             )
-            beside = costs.least_drafting(*kind)(batch.num_tokens if entry is None else entry.num_tokens)
+            drafting = costs.least_drafting(*kind)(batch.num_tokens if entry is None else entry.num_tokens)
         except PlanningError as error:
             missing[str(error)] = missing.get(str(error), 0) + count.steps
             continue
@@ -369,7 +369,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
                 weight=count.steps,
                 interval=count.interval,
                 passes=own + sum(drafts),
-                above=sum(drafts) + prices.experts(batch, 1) - beside,
+                above=sum(drafts) + prices.experts(batch, 1) - drafting,
             )
         )
     notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))

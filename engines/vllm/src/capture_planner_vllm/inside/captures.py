@@ -66,7 +66,7 @@ class Captures:
         """Follow the captures of a model runner.
 
         :param trials: makes throw-away captures; None: there are none.
-        :param rows: those of the target that count as tokens while it is timed; None: they stay padding.
+        :param rows: dummy rows of the target, to fill with tokens for its timing; None: they stay padding.
         """
         self._trials, self._rows = trials, rows
         self._tried: dict[int, list[TrialGraph]] = {}

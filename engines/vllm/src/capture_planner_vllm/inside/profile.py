@@ -43,7 +43,7 @@ class Replay:
 
 
 def replays(
-    manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any], rows: DummyRows | None = None
+    manager: Any, descriptors: Sequence[Any], create_forward: Callable[..., Any], rows: DummyRows | None
 ) -> list[Replay]:
     """Return what each graph's replay takes; graphs of microbatches are not timed.
 
