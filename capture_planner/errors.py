@@ -16,7 +16,6 @@
          +- RankError         a rank is missing, died, or does something else than the others; names the ranks
 
 An installed plugin that is broken is a ``PluginWarning``: it stops only what uses it.
-
 Errors carry objects; text is made where it is shown. Assertions are for what cannot happen.
 """
 
@@ -76,6 +75,11 @@ class CapturePlannerError(Exception):
 
     exit_code = 1
     """Exit code of a command that ends with it."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without its line breaks, to be quoted in another."""
+    return " ".join(str(error).split())
 
 
 class PluginWarning(UserWarning):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.errors import InvalidDocument, InvalidValue, PlanningError, Problem, format_path
+from capture_planner.errors import InvalidDocument, InvalidValue, PlanningError, Problem, format_path, one_line
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,12 @@ def test_an_error_carries_all_its_problems(kind):
     error = kind(Problem(message=m) for m in ("one", "two"))
     assert [p.message for p in error.problems] == ["one", "two"]
     assert str(error) == "one\ntwo"
+
+
+WORDS = st.lists(st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1))
+
+
+@given(WORDS, st.sampled_from(["\n", "  ", "\r\n\t"]))
+def test_an_error_is_quoted_in_one_line(words, between):
+    """All its words, with one space between two."""
+    assert one_line(ValueError(between.join(words))) == " ".join(words)

@@ -41,7 +41,7 @@ from capture_planner.engines.check import share
 from capture_planner.engines.deployments import coverage_of, emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed_diff import observed_diff
-from capture_planner.errors import CapturePlannerError, DispatchError, InvalidValue
+from capture_planner.errors import CapturePlannerError, DispatchError, InvalidValue, one_line
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch, Entry
@@ -81,9 +81,8 @@ def run_graphs(path: str) -> Graphs | None:
     try:
         return dict(map(_graph, data["captured"]["entries"]))
     except (InvalidValue, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise CapturePlannerError(
-            f"{path}: its captured.entries cannot be read ({reason}); run the plan again"
+            f"{path}: its captured.entries cannot be read ({one_line(error)[:200]}); run the plan again"
         ) from None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, one_line
 from capture_planner_runner.serving.states import PageFormat
 
 SPAN = 1 << 33
@@ -52,7 +52,7 @@ class DistantPages(PageFormat):
         except (OSError, MemoryError, RuntimeError) as error:
             where = "of address space" if device.type == "cpu" else f"on {device}"
             # Without the cause: the suite takes it for a refusal.
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             message = f"pages that lie far apart take {size >> 30} GiB {where}, which are not free: {reason}"
             raise RunError(message) from None
         return cls(page_size=pages.page_size, num_pages=pages.num_pages, memory=memory, stride=stride)

@@ -16,7 +16,7 @@ import attrs
 
 from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
-from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
+from capture_planner.errors import CapturePlannerError, InvalidValue, RunError, one_line
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import Count, Interval, NonNegative, record, replace
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative, Tier
@@ -434,7 +434,7 @@ def loads(text: str, kind: type[Scene] = Scene) -> Case:
         scene.spec("any")
         return Case(scene=scene, steps=steps)
     except (ValueError, RecursionError, CapturePlannerError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise RunError(f"not a case of the conformance suite: {reason}; copy it as it was printed") from error
 
 

@@ -23,7 +23,7 @@ from typing import cast
 import attrs
 import torch
 
-from capture_planner.errors import BackendError, CaptureError, RunError
+from capture_planner.errors import BackendError, CaptureError, RunError, one_line
 from capture_planner.modes import Pool, Reason
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
@@ -238,7 +238,7 @@ def _named(role: RoleRun, entry: Entry) -> Iterator[None]:
     except AssertionError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         # RankError, GuardError and the refusal of `strict` name their place already.
         if isinstance(error, RunError) and type(error) is not CaptureError:
             raise

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.errors import CapturePlannerError, RunError, one_line
 from capture_planner_runner.models.protocols import Weight
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,7 +39,7 @@ def library_errors(subject: str) -> Iterator[None]:
     except CapturePlannerError:
         raise
     except Exception as error:
-        says = " ".join(str(error).split())
+        says = one_line(error)
         reason = says if isinstance(error, OSError | ValueError) and says else f"{type(error).__name__}: {says}"
         raise RunError(f"{subject}: {reason[:_LONGEST_REASON]}") from error
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, one_line
 from capture_planner.records.text import counted
 from capture_planner_runner.ranks.peers import Peers
 
@@ -129,7 +129,7 @@ class SymmetricCollectives(GroupCollectives):
                     symmetric_memory.rendezvous(buffer, group)
                     self._buffers[dtype] = buffer
             except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
+                reason = one_line(error)[:300]
                 raise RunError(
                     f"the GPUs of these ranks have no symmetric memory: {reason}; use --all-reduce nccl"
                 ) from error

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import attrs
 import torch
 
-from capture_planner.errors import RankError
+from capture_planner.errors import RankError, one_line
 from capture_planner.records._base import grouped
 from capture_planner.records.batch_space import union
 from capture_planner_runner.ranks.peers import Peers, Plain
@@ -142,7 +142,7 @@ def refuse_other_states(topic: str, states: Sequence[Plain]) -> None:
 
 
 def _line(error: Exception) -> str:
-    message = " ".join(str(error).split())
+    message = one_line(error)
     if isinstance(error, torch.OutOfMemoryError):
         # The rest of torch's message is about other processes, its allocator's state and its settings.
         return re.split(r" (?=Process \d|Including non-PyTorch|Of the allocated)", message, maxsplit=1)[0]

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 import attrs
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
-from capture_planner.errors import CapturePlannerError, RankError
+from capture_planner.errors import CapturePlannerError, RankError, one_line
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner_runner.ranks.outcomes import minority
@@ -465,7 +465,7 @@ class RankWatch:
 
 def sentence(error: BaseException) -> str:
     """Return what an error says in one line, with its class where it is none of ours."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     name = "" if isinstance(error, CapturePlannerError) else type(error).__name__
     return ": ".join(part for part in (name, text) if part)
 

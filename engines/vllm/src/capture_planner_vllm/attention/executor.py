@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata  # type: ignore[import-not-found, unused-ignore]
 
-from capture_planner.errors import BackendError
+from capture_planner.errors import BackendError, one_line
 from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.batch import Entry
 from capture_planner_vllm.attention.config import builder_of, configuration, layers_of
@@ -50,7 +50,7 @@ class VllmExecutor:
             self._layers = layers_of(reservation, self._config)
             self._builder = builder_of(reservation, self._config, self._layers)
         except ValueError as error:
-            text = " ".join(str(error).split())
+            text = one_line(error)
             raise BackendError(f"vLLM's {engine}, {reservation.role.value}: vLLM refuses the group: {text}") from None
         self._first = min(self._layers)
         self._metadata: Any = None

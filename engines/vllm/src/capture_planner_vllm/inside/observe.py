@@ -25,6 +25,7 @@ from typing import Any
 
 from capture_planner.engines.inside import EVERY, SECONDS, file_name, seconds_of
 from capture_planner.engines.launch import OBSERVE, PROFILE
+from capture_planner.errors import one_line
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
@@ -157,8 +158,8 @@ class Observer(StepHooks):
             LOG.error("the file of the observation does not say so: %s", second)
 
     def _end(self, doing: str, error: Exception) -> str:
-        reason = " ".join(str(error).split())
-        self._notes.append(f"an error while {doing} ended the observation: {type(error).__name__}: {reason}")
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        self._notes.append(f"an error while {doing} ended the observation: {reason}")
         return self._notes[-1]
 
     # Capture.
