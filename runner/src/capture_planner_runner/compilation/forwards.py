@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import fx
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, one_line
 from capture_planner.records.text import counted
 from capture_planner_runner.models.protocols import Attend, Weight
 from capture_planner_runner.ranks.collectives import WHOLE, Collectives
@@ -144,7 +144,7 @@ class Compilation:
             raise
         except Exception as error:  # of a compiler and of a model's own code, anything
             name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-            return None, f"{name}{' '.join(str(error).split())[:300]}"
+            return None, f"{name}{one_line(error)[:300]}"
         finally:
             self.seconds += perf_counter() - started
 

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import torch
 
-from capture_planner.errors import CaptureError
+from capture_planner.errors import CaptureError, one_line
 from capture_planner.records.fingerprint import Fingerprint, digest_of, kernel_name
 from capture_planner_runner.graphs.graph import GraphPool, Leftover, leftover, own_address
 from capture_planner_runner.graphs.reading import Reading
@@ -257,9 +257,7 @@ class CudaGraphs:
         except RuntimeError as error:
             # torch has no error class of its own for what a capture forbids, so the message decides.
             if "capturing" in str(error):
-                raise CaptureError(
-                    f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
-                ) from error
+                raise CaptureError(f"the forward did what no graph can hold: {one_line(error)[:300]}") from error
             raise
         finally:
             self._open = self._pool = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, one_line
 from capture_planner.modes import Pool
 from capture_planner.records._base import grouped
 from capture_planner.records.plan import Plan
@@ -186,7 +186,7 @@ def run_trial(plan: Plan, needed: PageRange, make: MakeRunner, gauge: Gauge, lim
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"a step of {counted(plan.limits.max_num_tokens, 'token')} does not fit into the device's memory: "
-            f"{' '.join(str(error).split())}; lower limits.max_num_tokens, or free the device"
+            f"{one_line(error)}; lower limits.max_num_tokens, or free the device"
         ) from error
     finally:
         # A reference that is left somewhere must not keep buffers and graphs.

@@ -247,7 +247,7 @@ def _filled(manager: Any, plan: Plan) -> bool:
         manager._candidates.clear()
         manager._capture_descs.clear()
         manager._lora_dispatch_map = adapters
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         report(logging.ERROR, [f"{type(manager).__name__} keeps vLLM's own graphs: {reason}"], error)
         return False
 

@@ -218,7 +218,7 @@ class Observer(StepHooks):
             return DummyRows.of(runner, self._note)
         except Exception as error:
             # Graphs that are timed on padding are still worth their times.
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
             self._note(f"graphs were timed on padding, which the experts of a mixture skip: {reason}")
             return None
 
