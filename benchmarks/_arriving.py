@@ -230,6 +230,24 @@ def steps_since(before: Steps, now: Steps) -> Steps:
     }
 
 
+def intervals_of(steps: Iterable[tuple[Any, float]]) -> dict[str, tuple[int, float]]:
+    """Return how many steps of each kind of the target's batches there were, and their mean milliseconds.
+
+    A kind is decode or mixed, and up to how many tokens, without padding. Stalls are left out, as an observation does.
+
+    :param steps: of each step its outcome (``capture_planner.measuring.coarsening``), and milliseconds.
+    """
+    kinds: dict[tuple[str, int], list[float]] = {}
+    for (_, _, tokens, query_len, *_), milliseconds in steps:
+        name = "mixed" if query_len is None else "decode"
+        kinds.setdefault((name, 1 << (tokens - 1).bit_length()), []).append(milliseconds)
+    found: dict[str, tuple[int, float]] = {}
+    for (name, most), times in sorted(kinds.items()):
+        kept = [each for each in times if each <= 10 * statistics.median(times)]
+        found[f"{name}, up to {most} tokens"] = len(kept), round(statistics.fmean(kept), 4)
+    return found
+
+
 def _percentiles(name: str, seconds: Sequence[float], *shares: float) -> dict[str, float]:
     ordered = sorted(seconds)
     if not ordered:

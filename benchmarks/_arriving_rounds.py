@@ -28,12 +28,15 @@ from _arriving import WARM_UP, name_of, settings
 from _bench import CONSOLE, conclude, finish, parser, print_table
 from _model_configs import SHAPES, write_adapters
 
-from capture_planner.codec import dumps
+from capture_planner.codec import dumps, load_plan
+from capture_planner.codec.reading import load_observation
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Roles, Spec
 
 ITSELF, EXPERT, TUNED = "by itself", "expert's list", "tuned"
+MERGED = "merged"
+"""The engine that has the graphs of all plans, which take turns in it."""
 AGAIN = "by itself, again"
 """An engine that differs from ``ITSELF`` by its start alone, and begins to serve where the tuned one does."""
 COLUMNS = (ITSELF, EXPERT, TUNED, AGAIN)
@@ -205,6 +208,8 @@ class Deployment:
         self._stack, self._together = stack, rig.together
         self._command = [sys.executable, str(rig.worker), json.dumps(rig.arguments(group, self.folder))]
         self.children: dict[str, Child] = {}
+        self._plans: Mapping[str, Path] = {}
+        """Of the columns whose plans take turns in one engine."""
         self.results: dict[str, Any] = {
             "shape": group.shape,
             "k": group.k,
@@ -256,7 +261,7 @@ class Deployment:
     def warm_up(self, column: str, limits: Limits, loads: Iterable[Mapping[str, Any]] = (WARM_UP,)) -> None:
         """Serve requests that are neither observed nor measured: the first steps of a size compile kernels."""
         for index, load in enumerate(loads):
-            self._ask(column, {"load": load, "tag": f"w{index}", "seed": 1, "unobserved": True}, limits)
+            self._ask(column, {"load": load, "tag": f"w{index}{column}", "seed": 1, "unobserved": True}, limits)
 
     def observe(self, limits: Limits) -> Path | None:
         """Serve the loads on the engine by itself until enough is observed; return the folder of the observation."""
@@ -270,7 +275,46 @@ class Deployment:
                 break
             rows.append({"load": name_of(load), **row})
         self.results["observed"] = rows
+        (self.folder / "observed.json").write_text(json.dumps(rows), encoding="utf-8")
         return self.observation(ITSELF, limits)
+
+    def observed_earlier(self, folder: Path) -> Path:
+        """Take the observation, and what was measured of it, from the folder of an earlier run; return its folder."""
+        earlier = folder / self.group.name
+        self.results["observed"] = json.loads((earlier / "observed.json").read_text("utf-8"))
+        return earlier / "before"
+
+    def merge(self, expert: Path | None, tuned: Path | None, limits: Limits) -> None:
+        """Start one engine that has the graphs of all plans, vLLM's own included; then each column is a plan of it."""
+        if (engine := self.children.pop(ITSELF, None)) is not None:
+            engine.end()
+        given = {column: file for column, file in ((EXPERT, expert), (TUNED, tuned)) if file is not None}
+        if not given:
+            return
+        plans = {ITSELF: self.own_plan(load_plan(next(iter(given.values())))), **given}
+        merged = self.folder / "merged.yaml"
+        merged.write_text(dumps(merged_plan([*map(load_plan, plans.values())])), encoding="utf-8")
+        self.start({MERGED: merged}, limits)
+        if (engine := self.children.pop(MERGED, None)) is None:
+            return
+        self._plans, self.children = plans, dict.fromkeys(plans, engine)
+        for column, plan in plans.items():
+            if (answer := self._ask(column, {"plan": str(plan)}, limits)) is not None:
+                self.results["engines"][column] = {**self.results["engines"][MERGED], **answer}
+                self.warm_up(column, limits)
+
+    def own_plan(self, like: Plan) -> Path:
+        """Write the graphs that vLLM captured by itself as a plan; return its file."""
+        (file,) = (self.folder / "before").iterdir()
+        observed = {role.role: role for role in load_observation(file).roles}
+        roles = tuple(
+            replace(role, mode=own.mode, entries=tuple(graph.entry for graph in own.graphs), lazy=(), waivers=())
+            for role in like.roles
+            if (own := observed.get(role.role)) is not None
+        )
+        target = self.folder / "own.yaml"
+        target.write_text(dumps(replace(like, roles=roles)), encoding="utf-8")
+        return target
 
     def observation(self, column: str, limits: Limits) -> Path | None:
         """Return a folder with a copy of an engine's observation so far."""
@@ -287,7 +331,9 @@ class Deployment:
         """Let each engine serve a load; each begins in as many rounds as the others."""
         columns = list(self.children)
         for column in (*columns[turn % len(columns) :], *columns[: turn % len(columns)]) if columns else ():
-            request = {"load": load, "tag": f"r{turn}l{index}", "seed": FIRST_SEED + turn}
+            request = {"load": load, "tag": f"r{turn}l{index}{column}", "seed": FIRST_SEED + turn}
+            if column in self._plans and not self._ask(column, {"plan": str(self._plans[column])}, limits):
+                continue
             figures = self._ask(column, request, limits)
             if figures is not None:
                 row = {"column": column, "load": name_of(load), "round": turn, **figures}
@@ -322,8 +368,23 @@ class Deployment:
             return child.answer(request, limits.left)
         except (RuntimeError, TimeoutError) as error:
             self.failed(column, error)
-            self.children.pop(column).end()
+            child.end()
+            # Plans that take turns in one engine end with it.
+            self.children = {name: each for name, each in self.children.items() if each is not child}
             return None
+
+
+def merged_plan(plans: Sequence[Plan]) -> Plan:
+    """Return a plan with the graphs of all plans, each once."""
+    roles = []
+    for role in plans[0].roles:
+        entries = {
+            (entry.mode, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras): entry
+            for plan in plans
+            for entry in plan.role(role.role).entries
+        }
+        roles.append(replace(role, entries=tuple(entries.values()), lazy=(), waivers=()))
+    return replace(plans[0], roles=tuple(roles))
 
 
 def planner(*words: str, folder: Path) -> subprocess.Popen[str]:
@@ -345,27 +406,40 @@ def report_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return report
 
 
-def measure(group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool) -> Iterator[dict[str, Any]]:
-    """Measure a group, one load after another; yield its results as they come."""
+def measure(
+    group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool, one_engine: bool, earlier: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Measure a group, one load after another; yield its results as they come.
+
+    :param again: whether a second engine by itself serves, too.
+    :param one_engine: whether the plans take turns in one engine.
+    :param earlier: folder of an earlier run whose observation is tuned; None: one engine is observed first.
+    """
     with ExitStack() as stack:
         each = Deployment(group, rig, folder, stack)
-        plans: dict[str, Path | None] = {ITSELF: None}
+        plans: dict[str, Path | None] = {} if earlier and one_engine else {ITSELF: None}
+        expert = each.folder / "expert.yaml"
         if EXPERT in group.columns and rig.expert is not None:
-            plans[EXPERT] = file = each.folder / "expert.yaml"
-            file.write_text(dumps(rig.expert(group)), encoding="utf-8")
+            expert.write_text(dumps(rig.expert(group)), encoding="utf-8")
+            if not one_engine:
+                plans[EXPERT] = expert
         each.start(plans, limits)
         yield summarised(each.results)
-        # The first engine compiles kernels that the others load from disk. Such steps have no interval.
-        each.warm_up(ITSELF, limits, group.loads)
-        observed = each.observe(limits)
+        if earlier is None:
+            # The first engine compiles kernels that the others load from disk. Such steps have no interval.
+            each.warm_up(ITSELF, limits, group.loads)
+        observed = each.observe(limits) if earlier is None else each.observed_earlier(earlier)
         yield summarised(each.results)
         plan = each.tune(observed, limits)
-        later: dict[str, Path | None] = {} if plan is None else {TUNED: plan}
-        if again:
-            later[AGAIN] = None
-        each.start(later, limits)
-        for column in [name for name in each.children if name != ITSELF]:
-            each.warm_up(column, limits)
+        if one_engine:
+            each.merge(expert if expert.exists() else None, plan, limits)
+        else:
+            later: dict[str, Path | None] = {} if plan is None else {TUNED: plan}
+            if again:
+                later[AGAIN] = None
+            each.start(later, limits)
+            for column in [name for name in each.children if name != ITSELF]:
+                each.warm_up(column, limits)
         yield summarised(each.results)
         longest = 0.0
         for turn in range(limits.rounds):
@@ -558,6 +632,8 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     options.add_argument("--expert", type=Path, help="spec with the list that is compared; default: without it")
     options.add_argument("--rounds", type=int, default=9, help="the most; fewer where the time ends")
     options.add_argument("--again", action="store_true", help="a second engine by itself: what two starts differ by")
+    options.add_argument("--one-engine", action="store_true", help="the plans take turns in one engine (vLLM)")
+    options.add_argument("--observed", type=Path, help="--folder of an earlier run, whose observations are tuned")
     options.add_argument("--observed-steps", type=int, default=2000, help="of the target: the loads repeat until then")
     options.add_argument("--seconds", type=float, default=540, help="no round begins that could end later")
     options.add_argument("--scale", type=float, default=1.0, help="requests of each load, relative to the usual ones")
@@ -580,7 +656,8 @@ def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable
             share = (end - time.monotonic()) / (len(groups) - index)
             limits = Limits(rounds=arguments.rounds, observed=arguments.observed_steps, until=time.monotonic() + share)
             earlier = targets
-            for found in measure(group, rig, folder, limits, again=arguments.again):
+            ways = {"again": arguments.again, "one_engine": arguments.one_engine, "earlier": arguments.observed}
+            for found in measure(group, rig, folder, limits, **ways):
                 results[group.name] = found
                 targets = earlier | dict(targets_of(group, found))
                 finish(arguments, {"results": results, "targets": targets})

@@ -5,8 +5,11 @@ variables of the plugin say what the engine observes and which plan it runs. The
 engine at the first line of stdin. It writes one JSON object a line to stdout: first what the engine is (``facts``),
 then one answer for each further line of stdin:
 
-- ``{"load": {...}, "tag": "r0", "seed": 7}``: serve a load of _arriving.py, and answer with its figures, and with the
-  steps by role and kind of graph; with ``"unobserved": true`` nothing of it is observed;
+- ``{"load": {...}, "tag": "r0", "seed": 7}``: serve a load of _arriving.py, and answer with its figures, with the
+  steps by role and kind of graph, and with the intervals of the target's batches; with ``"unobserved": true`` nothing
+  of it is observed;
+- ``{"plan": "plan.yaml"}``: dispatch as under that plan from now on, whose graphs have to be captured, and answer with
+  its graphs by role;
 - ``{"observation": true}``: write the observation so far, and answer with the path of its file.
 """
 
@@ -22,13 +25,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _arriving import Vllm, facts_of, serve, steps_of, steps_since
+from _arriving import Vllm, facts_of, intervals_of, serve, steps_of, steps_since
 
+from capture_planner import codec
 from capture_planner.records.observation import Observation
 
 OBSERVERS: list[Any] = []
 RECORDERS: list[Any] = []
 """What observes this process, if it does. vLLM freezes the garbage collector's heap, so it is not found afterwards."""
+INTERVALS: list[tuple[Any, float]] = []
+"""Outcome and milliseconds of each step since a load began."""
 
 
 def remember_observer() -> None:
@@ -38,6 +44,13 @@ def remember_observer() -> None:
 
     _remember(Observer, OBSERVERS)
     _remember(Recorder, RECORDERS)
+    count = Recorder.interval
+
+    def interval(self: Any, outcome: Any, milliseconds: float) -> None:
+        INTERVALS.append((outcome, milliseconds))
+        count(self, outcome, milliseconds)
+
+    Recorder.interval = interval  # type: ignore[method-assign]
 
 
 def _remember(owner: Any, instances: list[Any]) -> None:
@@ -88,20 +101,50 @@ def observation() -> Observation:
     return observed
 
 
+def dispatch_by(file: str) -> dict[str, int]:
+    """Dispatch as under another plan; return its graphs by role.
+
+    :raises RuntimeError: where the plan cannot be applied, or names a graph that was not captured.
+    """
+    from capture_planner_vllm.inside import hooks
+    from capture_planner_vllm.inside.splits import FULL_GRAPHS
+
+    plan, found = codec.load_plan(file), {}
+    (observer,) = OBSERVERS
+    # Attention's splits are bounded up to the largest full graph, as in an engine with these graphs alone.
+    FULL_GRAPHS.tokens = None
+    for track in observer._tracks:
+        manager = track.manager
+        manager._candidates.clear()
+        manager._capture_descs.clear()
+        if not hooks.fill(manager, plan):
+            raise RuntimeError(f"{file} is not applied: the log says why")
+        wanted = {each for listed in manager._capture_descs.values() for each in listed}
+        if missing := wanted - set(track.keys):
+            raise RuntimeError(f"{file}: {track.role.value}: not captured: {missing}")
+        FULL_GRAPHS.add(manager)
+        found[track.role.value] = len(wanted)
+    return found
+
+
 def answer(engine: Vllm, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to a line of stdin."""
     if "observation" in request:
         (recorder,) = RECORDERS
         recorder._write()
         return {"file": str(recorder.path)}
+    if "plan" in request:
+        return {"graphs": dispatch_by(request["plan"])}
     (observer,) = OBSERVERS
     watch = observer._active
     if request.get("unobserved"):
         observer._active = None
     before = steps_of(observation())
+    INTERVALS.clear()
     figures = serve(engine, request["load"], request["tag"], request["seed"])
     observer._active = watch
     figures["graphs_of_steps"] = steps_since(before, steps_of(observation()))
+    figures["intervals"] = intervals_of(INTERVALS)
     return figures
 
 
