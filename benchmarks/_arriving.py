@@ -115,10 +115,14 @@ def room(load: Mapping[str, Any]) -> Callable[[int], float]:
     return lambda step: low + (high - low) * (0.5 - 0.5 * math.cos(2 * math.pi * step / PERIOD))
 
 
-def serve(engine: Vllm, load: Mapping[str, Any], tag: str, seed: int) -> dict[str, Any]:
+def serve(
+    engine: Vllm, load: Mapping[str, Any], tag: str, seed: int, begin: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Serve a load until its last request has ended; ``tag`` begins the name of each request.
 
     ``busy_seconds`` of the figures is the time in which some request was in flight.
+
+    :param begin: called before each step, with the number of steps before it.
     """
     now = time.perf_counter
     waiting = deque(enumerate(requests_of(load, seed)))
@@ -143,6 +147,8 @@ def serve(engine: Vllm, load: Mapping[str, Any], tag: str, seed: int) -> dict[st
             idle += now() - before
             continue
         running.append(in_flight)
+        if begin is not None:
+            begin(len(steps))
         before = now()
         deliveries = list(engine.step())
         after = now()
@@ -228,24 +234,6 @@ def steps_since(before: Steps, now: Steps) -> Steps:
         role: {kind: count - before.get(role, {}).get(kind, 0) for kind, count in kinds.items()}
         for role, kinds in now.items()
     }
-
-
-def intervals_of(steps: Iterable[tuple[Any, float]]) -> dict[str, tuple[int, float]]:
-    """Return how many steps of each kind of the target's batches there were, and their mean milliseconds.
-
-    A kind is decode or mixed, and up to how many tokens, without padding. Stalls are left out, as an observation does.
-
-    :param steps: of each step its outcome (``capture_planner.measuring.coarsening``), and milliseconds.
-    """
-    kinds: dict[tuple[str, int], list[float]] = {}
-    for (_, _, tokens, query_len, *_), milliseconds in steps:
-        name = "mixed" if query_len is None else "decode"
-        kinds.setdefault((name, 1 << (tokens - 1).bit_length()), []).append(milliseconds)
-    found: dict[str, tuple[int, float]] = {}
-    for (name, most), times in sorted(kinds.items()):
-        kept = [each for each in times if each <= 10 * statistics.median(times)]
-        found[f"{name}, up to {most} tokens"] = len(kept), round(statistics.fmean(kept), 4)
-    return found
 
 
 def _percentiles(name: str, seconds: Sequence[float], *shares: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ from typing import IO, Any, Self
 
 import attrs
 from _arriving import WARM_UP, name_of, settings
+from _arriving_turns import compared, merged_plan, own_plan
 from _bench import CONSOLE, conclude, finish, parser, print_table
 from _model_configs import SHAPES, write_adapters
 
@@ -36,7 +37,7 @@ from capture_planner.records.spec import Roles, Spec
 
 ITSELF, EXPERT, TUNED = "by itself", "expert's list", "tuned"
 MERGED = "merged"
-"""The engine that has the graphs of all plans, which take turns in it."""
+"""The engine in which plans take turns."""
 AGAIN = "by itself, again"
 """An engine that differs from ``ITSELF`` by its start alone, and begins to serve where the tuned one does."""
 COLUMNS = (ITSELF, EXPERT, TUNED, AGAIN)
@@ -208,8 +209,6 @@ class Deployment:
         self._stack, self._together = stack, rig.together
         self._command = [sys.executable, str(rig.worker), json.dumps(rig.arguments(group, self.folder))]
         self.children: dict[str, Child] = {}
-        self._plans: Mapping[str, Path] = {}
-        """Of the columns whose plans take turns in one engine."""
         self.results: dict[str, Any] = {
             "shape": group.shape,
             "k": group.k,
@@ -237,7 +236,7 @@ class Deployment:
                 self._await_start(column, limits)
 
     def _begin(self, column: str, plan: Path | None) -> None:
-        slug = column.replace(" ", "-").replace("'", "")
+        slug = slug_of(column)
         variables = {
             "CAPTURE_PLANNER_OBSERVE": str(self.folder / f"observed-{slug}"),
             "ARRIVING_LOCK": str(self.folder.parent / "capture.lock"),
@@ -261,7 +260,7 @@ class Deployment:
     def warm_up(self, column: str, limits: Limits, loads: Iterable[Mapping[str, Any]] = (WARM_UP,)) -> None:
         """Serve requests that are neither observed nor measured: the first steps of a size compile kernels."""
         for index, load in enumerate(loads):
-            self._ask(column, {"load": load, "tag": f"w{index}{column}", "seed": 1, "unobserved": True}, limits)
+            self._ask(column, {"load": load, "tag": f"w{index}", "seed": 1, "unobserved": True}, limits)
 
     def observe(self, limits: Limits) -> Path | None:
         """Serve the loads on the engine by itself until enough is observed; return the folder of the observation."""
@@ -284,37 +283,36 @@ class Deployment:
         self.results["observed"] = json.loads((earlier / "observed.json").read_text("utf-8"))
         return earlier / "before"
 
-    def merge(self, expert: Path | None, tuned: Path | None, limits: Limits) -> None:
-        """Start one engine that has the graphs of all plans, vLLM's own included; then each column is a plan of it."""
+    def merge(self, given: Mapping[str, Path | None], steps: int, limits: Limits) -> None:
+        """Start one engine that has the graphs of all plans, vLLM's own included, which take turns of so many steps.
+
+        :param given: the plans by column; vLLM's own is ``ITSELF``.
+        """
         if (engine := self.children.pop(ITSELF, None)) is not None:
             engine.end()
-        given = {column: file for column, file in ((EXPERT, expert), (TUNED, tuned)) if file is not None}
-        if not given:
+        plans = {column: load_plan(file) for column, file in given.items() if file is not None}
+        if not plans:
             return
-        plans = {ITSELF: self.own_plan(load_plan(next(iter(given.values())))), **given}
-        merged = self.folder / "merged.yaml"
-        merged.write_text(dumps(merged_plan([*map(load_plan, plans.values())])), encoding="utf-8")
-        self.start({MERGED: merged}, limits)
-        if (engine := self.children.pop(MERGED, None)) is None:
-            return
-        self._plans, self.children = plans, dict.fromkeys(plans, engine)
-        for column, plan in plans.items():
-            if (answer := self._ask(column, {"plan": str(plan)}, limits)) is not None:
-                self.results["engines"][column] = {**self.results["engines"][MERGED], **answer}
-                self.warm_up(column, limits)
-
-    def own_plan(self, like: Plan) -> Path:
-        """Write the graphs that vLLM captured by itself as a plan; return its file."""
         (file,) = (self.folder / "before").iterdir()
-        observed = {role.role: role for role in load_observation(file).roles}
-        roles = tuple(
-            replace(role, mode=own.mode, entries=tuple(graph.entry for graph in own.graphs), lazy=(), waivers=())
-            for role in like.roles
-            if (own := observed.get(role.role)) is not None
-        )
-        target = self.folder / "own.yaml"
-        target.write_text(dumps(replace(like, roles=roles)), encoding="utf-8")
-        return target
+        plans = {ITSELF: own_plan(load_observation(file), next(iter(plans.values()))), **plans}
+        files = {}
+        for column, plan in {**plans, MERGED: merged_plan([*plans.values()])}.items():
+            files[column] = self.folder / f"{slug_of(column)}.yaml"
+            files[column].write_text(dumps(plan), encoding="utf-8")
+        self.start({MERGED: files.pop(MERGED)}, limits)
+        request = {"plans": {column: str(file) for column, file in files.items()}, "steps": steps}
+        answer = self._ask(MERGED, request, limits)
+        if answer is not None:
+            self.results["turns"] = {"steps": steps, "graphs": answer["graphs"], "rows": []}
+            self.warm_up(MERGED, limits, self.group.loads)
+
+    def take_turns(self, turn: int, index: int, load: Mapping[str, Any], limits: Limits) -> None:
+        """Let the plans serve a load by turns."""
+        figures = self._ask(MERGED, {"load": load, "tag": f"r{turn}l{index}", "seed": FIRST_SEED + turn}, limits)
+        if figures is not None:
+            row = {"load": name_of(load), "round": turn, **figures}
+            self.results["turns"]["rows"].append(row)
+            CONSOLE.print(f"{self.group.name}: round {turn}, {row['load']}: {compared([row])}", markup=False)
 
     def observation(self, column: str, limits: Limits) -> Path | None:
         """Return a folder with a copy of an engine's observation so far."""
@@ -331,9 +329,7 @@ class Deployment:
         """Let each engine serve a load; each begins in as many rounds as the others."""
         columns = list(self.children)
         for column in (*columns[turn % len(columns) :], *columns[: turn % len(columns)]) if columns else ():
-            request = {"load": load, "tag": f"r{turn}l{index}{column}", "seed": FIRST_SEED + turn}
-            if column in self._plans and not self._ask(column, {"plan": str(self._plans[column])}, limits):
-                continue
+            request = {"load": load, "tag": f"r{turn}l{index}", "seed": FIRST_SEED + turn}
             figures = self._ask(column, request, limits)
             if figures is not None:
                 row = {"column": column, "load": name_of(load), "round": turn, **figures}
@@ -368,23 +364,8 @@ class Deployment:
             return child.answer(request, limits.left)
         except (RuntimeError, TimeoutError) as error:
             self.failed(column, error)
-            child.end()
-            # Plans that take turns in one engine end with it.
-            self.children = {name: each for name, each in self.children.items() if each is not child}
+            self.children.pop(column).end()
             return None
-
-
-def merged_plan(plans: Sequence[Plan]) -> Plan:
-    """Return a plan with the graphs of all plans, each once."""
-    roles = []
-    for role in plans[0].roles:
-        entries = {
-            (entry.mode, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras): entry
-            for plan in plans
-            for entry in plan.role(role.role).entries
-        }
-        roles.append(replace(role, entries=tuple(entries.values()), lazy=(), waivers=()))
-    return replace(plans[0], roles=tuple(roles))
 
 
 def planner(*words: str, folder: Path) -> subprocess.Popen[str]:
@@ -406,22 +387,37 @@ def report_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     return report
 
 
+def slug_of(column: str) -> str:
+    """Return what the files of a column are called."""
+    return column.replace(" ", "-").replace("'", "")
+
+
 def measure(
-    group: Group, rig: Rig, folder: Path, limits: Limits, *, again: bool, one_engine: bool, earlier: Path | None
+    group: Group,
+    rig: Rig,
+    folder: Path,
+    limits: Limits,
+    *,
+    again: bool,
+    turns: int,
+    others: Sequence[Path],
+    earlier: Path | None,
 ) -> Iterator[dict[str, Any]]:
     """Measure a group, one load after another; yield its results as they come.
 
     :param again: whether a second engine by itself serves, too.
-    :param one_engine: whether the plans take turns in one engine.
+    :param turns: steps of a turn, of the plans in one engine; 0: each has an engine.
+    :param others: plans that take turns, too.
     :param earlier: folder of an earlier run whose observation is tuned; None: one engine is observed first.
     """
     with ExitStack() as stack:
         each = Deployment(group, rig, folder, stack)
-        plans: dict[str, Path | None] = {} if earlier and one_engine else {ITSELF: None}
-        expert = each.folder / "expert.yaml"
+        plans: dict[str, Path | None] = {} if earlier and turns else {ITSELF: None}
+        expert = None
         if EXPERT in group.columns and rig.expert is not None:
+            expert = each.folder / "expert.yaml"
             expert.write_text(dumps(rig.expert(group)), encoding="utf-8")
-            if not one_engine:
+            if not turns:
                 plans[EXPERT] = expert
         each.start(plans, limits)
         yield summarised(each.results)
@@ -431,8 +427,8 @@ def measure(
         observed = each.observe(limits) if earlier is None else each.observed_earlier(earlier)
         yield summarised(each.results)
         plan = each.tune(observed, limits)
-        if one_engine:
-            each.merge(expert if expert.exists() else None, plan, limits)
+        if turns:
+            each.merge({EXPERT: expert, TUNED: plan, **{file.stem: file for file in others}}, turns, limits)
         else:
             later: dict[str, Path | None] = {} if plan is None else {TUNED: plan}
             if again:
@@ -448,13 +444,15 @@ def measure(
                 break
             began = time.monotonic()
             for index, load in enumerate(group.loads):
-                each.serve(turn, index, load, limits)
+                (each.take_turns if turns else each.serve)(turn, index, load, limits)
             longest = max(longest, time.monotonic() - began)
             yield summarised(each.results)
 
 
 def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of a group with medians and spread, ratios, eager steps and the promise."""
+    if "turns" in results:
+        return _by_turns(results)
     rows = [with_steps(row) for row in (*results["rounds"],)]
     by_column = {column: [row for row in rows if row["column"] == column] for column in COLUMNS}
     # Two starts of one engine differ as much as two plans do: where there is a second, both are what is compared with.
@@ -492,6 +490,21 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
         "ratios": ratios,
         "without_graph": {column: without_graph(found) for column, found in by_column.items() if found},
         "promise": promise(results, baseline, by_column[TUNED]),
+    }
+
+
+def _by_turns(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of plans that took turns, with what an equal step took under each."""
+    turns = results["turns"]
+    by_load = {load: [row for row in turns["rows"] if row["load"] == load] for load in results["loads"]}
+    found = {load: compared(rows) for load, rows in by_load.items() if rows}
+    every = compared(turns["rows"]) if turns["rows"] else {"step_ms": None}
+    steps = every["step_ms"] or {}
+    return {
+        **results,
+        "medians": {},
+        "turns": {**turns, "by_load": found, "all_loads": every},
+        "promise": stated(results, steps.get(ITSELF), steps.get(TUNED)),
     }
 
 
@@ -555,26 +568,37 @@ def promise(
     A host drifts: the same engine took up to 1.6 times as long in a later round. So what is stated for the plan is
     compared at the speed of the rounds: times what engines by themselves took in them, by what one took when observed.
     """
-    tune, observed = results.get("tune") or {}, results.get("observed", ())
-    found: dict[str, Any] = {}
-    before, measured = tune.get("today"), mean_step(observed)
-    if not before or not measured:
-        return found
-    stated = before["mean_step_ms"]
-    found["before"] = {"stated_ms": stated, "measured_ms": measured, "off": round(stated / measured - 1, 4)}
     sides = baseline, tuned
     served = set.intersection(*({(row["load"], row["round"]) for row in rows} for rows in sides))
     itself, after = (mean_step(row for row in rows if (row["load"], row["round"]) in served) for rows in sides)
+    return stated(results, itself, after)
+
+
+def stated(results: Mapping[str, Any], itself: float | None, after: float | None) -> dict[str, Any]:
+    """Return what ``tune`` stated of a mean step and what it took, as observed and under the plan.
+
+    :param itself: what an engine by itself took when the plan was served, in milliseconds.
+    :param after: what the tuned one took.
+    """
+    tune, measured = results.get("tune") or {}, mean_step(results.get("observed", ()))
+    found: dict[str, Any] = {}
+    if not (before := tune.get("today")) or not measured:
+        return found
+    said = before["mean_step_ms"]
+    found["before"] = {"stated_ms": said, "measured_ms": measured, "off": round(said / measured - 1, 4)}
     if tune.get("verdict") == "change" and itself and after:
-        stated, drift = tune["proposed"]["mean_step_ms"], itself / measured
-        found["after"] = {"stated_ms": stated, "measured_ms": after, "drift": round(drift, 4)}
-        found["after"]["off"] = round(stated * drift / after - 1, 4)
+        said, drift = tune["proposed"]["mean_step_ms"], itself / measured
+        found["after"] = {"stated_ms": said, "measured_ms": after, "drift": round(drift, 4)}
+        found["after"]["off"] = round(said * drift / after - 1, 4)
     return found
 
 
 def targets_of(group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the targets of a group, and whether each is met."""
     name = group.name
+    if "turns" in result:
+        yield from _targets_of_turns(name, result)
+        return
     if TUNED not in result["medians"]:
         tune = result.get("tune") or {}
         reasons = "; ".join(each.strip().splitlines()[-1] for each in result["errors"])
@@ -598,6 +622,27 @@ def targets_of(group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, b
         counts = [sum(each["graphs"].values()) for each in (ours, engines[EXPERT])]
         text = f"{counts[0]} of {counts[1]}"
         yield f"{name}: at most half of the expert's graphs ({text})", counts[0] * 2 <= counts[1]
+    yield from _promised(name, result)
+
+
+def _targets_of_turns(name: str, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the targets of a group whose plans took turns."""
+    turns = result["turns"]
+    for load, found in turns["by_load"].items():
+        steps, error = found["step_ms"] or {}, found["error"] or 0.0
+        for other, what in ((EXPERT, "the expert's"), (ITSELF, "by itself")):
+            if TUNED in steps and other in steps:
+                ratio = steps[TUNED] / steps[other]
+                text = f"{ratio:.3f} +- {error:.3f}"
+                yield f"{name}: {load}, equal steps take at most those of {what} ({text})", ratio <= 1 + error
+    counts = {column: sum(graphs.values()) for column, graphs in turns["graphs"].items()}
+    if EXPERT in counts and TUNED in counts:
+        text = f"{counts[TUNED]} of {counts[EXPERT]}"
+        yield f"{name}: at most half of the expert's graphs ({text})", counts[TUNED] * 2 <= counts[EXPERT]
+    yield from _promised(name, result)
+
+
+def _promised(name: str, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     for when, found in result["promise"].items():
         text = f"{found['stated_ms']:.2f} and {found['measured_ms']:.2f} ms: {found['off']:+.1%}"
         text += f", the host {found['drift']:.2f} times as slow" if "drift" in found else ""
@@ -613,8 +658,15 @@ def _of(values: Sequence[float] | None) -> tuple[float, str]:
 
 def show(name: str, result: Mapping[str, Any]) -> None:
     """Print what a group gave."""
-    medians = result["medians"]
     rows = []
+    if "turns" in result:
+        columns = [*result["turns"]["graphs"]]
+        for load, found in {**result["turns"]["by_load"], "all loads": result["turns"]["all_loads"]}.items():
+            if found["step_ms"]:
+                rows.append((load, *[f"{found['step_ms'][column]:.3f}" for column in columns], f"{found['error']:.1%}"))
+        print_table(f"{name}: milliseconds of an equal step", ("load", *columns, "error of a ratio"), rows)
+        return
+    medians = result["medians"]
     for load in result["loads"]:
         cells = [medians[column].get(load, {}).get("tokens_per_second") for column in medians]
         rows.append((load, *["-" if each is None else "{:,.0f} ({:,.0f}-{:,.0f})".format(*each) for each in cells]))
@@ -632,7 +684,14 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     options.add_argument("--expert", type=Path, help="spec with the list that is compared; default: without it")
     options.add_argument("--rounds", type=int, default=9, help="the most; fewer where the time ends")
     options.add_argument("--again", action="store_true", help="a second engine by itself: what two starts differ by")
-    options.add_argument("--one-engine", action="store_true", help="the plans take turns in one engine (vLLM)")
+    options.add_argument(
+        "--turns",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="serve under all plans in one engine of vLLM, in turns of so many steps; default: an engine for each",
+    )
+    options.add_argument("--plan", type=Path, nargs="*", default=[], help="plans of these files take turns, too")
     options.add_argument("--observed", type=Path, help="--folder of an earlier run, whose observations are tuned")
     options.add_argument("--observed-steps", type=int, default=2000, help="of the target: the loads repeat until then")
     options.add_argument("--seconds", type=float, default=540, help="no round begins that could end later")
@@ -656,8 +715,16 @@ def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable
             share = (end - time.monotonic()) / (len(groups) - index)
             limits = Limits(rounds=arguments.rounds, observed=arguments.observed_steps, until=time.monotonic() + share)
             earlier = targets
-            ways = {"again": arguments.again, "one_engine": arguments.one_engine, "earlier": arguments.observed}
-            for found in measure(group, rig, folder, limits, **ways):
+            for found in measure(
+                group,
+                rig,
+                folder,
+                limits,
+                again=arguments.again,
+                turns=arguments.turns,
+                others=arguments.plan,
+                earlier=arguments.observed,
+            ):
                 results[group.name] = found
                 targets = earlier | dict(targets_of(group, found))
                 finish(arguments, {"results": results, "targets": targets})

@@ -5,11 +5,11 @@ variables of the plugin say what the engine observes and which plan it runs. The
 engine at the first line of stdin. It writes one JSON object a line to stdout: first what the engine is (``facts``),
 then one answer for each further line of stdin:
 
-- ``{"load": {...}, "tag": "r0", "seed": 7}``: serve a load of _arriving.py, and answer with its figures, with the
-  steps by role and kind of graph, and with the intervals of the target's batches; with ``"unobserved": true`` nothing
-  of it is observed;
-- ``{"plan": "plan.yaml"}``: dispatch as under that plan from now on, whose graphs have to be captured, and answer with
-  its graphs by role;
+- ``{"load": {...}, "tag": "r0", "seed": 7}``: serve a load of _arriving.py, and answer with its figures, and with the
+  steps by role and kind of graph; with ``"unobserved": true`` nothing of it is observed;
+- ``{"plans": {"by itself": "own.yaml", ...}, "steps": 16}``: from now on dispatch by these plans in turns of so many
+  steps of a load, and answer with the graphs of each by role, all of which have to be captured; answers to loads then
+  have the steps of each plan (``turns``);
 - ``{"observation": true}``: write the observation so far, and answer with the path of its file.
 """
 
@@ -19,13 +19,17 @@ import fcntl
 import functools
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _arriving import Vllm, facts_of, intervals_of, serve, steps_of, steps_since
+import attrs
+from _arriving import Vllm, facts_of, serve, steps_of, steps_since
+from _arriving_turns import by_turn
 
 from capture_planner import codec
 from capture_planner.records.observation import Observation
@@ -33,8 +37,8 @@ from capture_planner.records.observation import Observation
 OBSERVERS: list[Any] = []
 RECORDERS: list[Any] = []
 """What observes this process, if it does. vLLM freezes the garbage collector's heap, so it is not found afterwards."""
-INTERVALS: list[tuple[Any, float]] = []
-"""Outcome and milliseconds of each step since a load began."""
+STEPS: list[tuple[float, Any, float]] = []
+"""Of each step since a load began: when it did, its outcome, and the seconds that it cost."""
 
 
 def remember_observer() -> None:
@@ -42,23 +46,46 @@ def remember_observer() -> None:
     from capture_planner.measuring.recorder import Recorder
     from capture_planner_vllm.inside.observe import Observer
 
-    _remember(Observer, OBSERVERS)
-    _remember(Recorder, RECORDERS)
-    count = Recorder.interval
-
-    def interval(self: Any, outcome: Any, milliseconds: float) -> None:
-        INTERVALS.append((outcome, milliseconds))
-        count(self, outcome, milliseconds)
-
-    Recorder.interval = interval  # type: ignore[method-assign]
+    # vLLM registers its plugins again, and then an observer is made that observes nothing.
+    _remember(Observer, OBSERVERS, latest=False)
+    _remember(Recorder, RECORDERS, latest=True)
 
 
-def _remember(owner: Any, instances: list[Any]) -> None:
+def note_steps() -> None:
+    """Note each step whose cost the observer finds, with its beginning."""
+    from capture_planner_vllm.inside import watch
+    from capture_planner_vllm.inside.pace import StepPace
+
+    class Pace(StepPace):
+        def __init__(self, ahead: int) -> None:
+            super().__init__(ahead)
+            self._starts: deque[float | None] = deque()
+
+        def launched(self, now: float) -> None:
+            began, before = self._began, len(self._launches)
+            super().launched(now)
+            if len(self._launches) > before:
+                self._starts.append(began)
+
+        def started(self, now: float, *, joined: bool) -> Any:
+            found, began = super().started(now, joined=joined), None
+            # The oldest are those of launches that are gone: the last of them is the step that was found.
+            while len(self._starts) > len(self._launches):
+                began = self._starts.popleft()
+            if found is not None and began is not None:
+                STEPS.append((began, *found))
+            return found
+
+    watch.StepPace = Pace  # type: ignore[attr-defined]
+
+
+def _remember(owner: Any, instances: list[Any], *, latest: bool) -> None:
     create = owner.__init__
 
     @functools.wraps(create)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        instances[:] = [self]
+        if latest or not instances:
+            instances[:] = [self]
         create(self, *args, **kwargs)
 
     owner.__init__ = init
@@ -70,6 +97,7 @@ def engine_of(options: Mapping[str, Any]) -> Vllm:
 
     vllm_plugin.register()  # vLLM finds it by itself only where it is installed
     remember_observer()
+    note_steps()
     return Vllm(options["options"], [Path(folder) for folder in options["adapters"]])
 
 
@@ -101,50 +129,98 @@ def observation() -> Observation:
     return observed
 
 
-def dispatch_by(file: str) -> dict[str, int]:
-    """Dispatch as under another plan; return its graphs by role.
+@attrs.frozen
+class Table:
+    """What an engine dispatches by under one plan."""
 
-    :raises RuntimeError: where the plan cannot be applied, or names a graph that was not captured.
+    candidates: Sequence[tuple[Any, Mapping[Any, Any]]]
+    """Of each graph manager."""
+    bound: int | None
+    """Up to how many tokens attention's splits are bounded."""
+    graphs: Mapping[str, int]
+    """By role."""
+
+    @classmethod
+    def of(cls, file: str) -> Table:
+        """Return the table of a plan.
+
+        :raises RuntimeError: where the plan cannot be applied, or has a graph that was not captured.
+        """
+        from capture_planner_vllm.inside import hooks
+        from capture_planner_vllm.inside.splits import FULL_GRAPHS
+
+        (observer,) = OBSERVERS
+        plan, graphs = codec.load_plan(file), {}
+        FULL_GRAPHS.tokens = None
+        for track in observer._tracks:
+            manager = track.manager
+            manager._candidates, manager._capture_descs = {}, {}
+            if not hooks.fill(manager, plan):
+                raise RuntimeError(f"{file} is not applied: the log says why")
+            wanted = {each for listed in manager._capture_descs.values() for each in listed}
+            if missing := wanted - set(track.keys):
+                raise RuntimeError(f"{file}: {track.role.value}: not captured: {missing}")
+            FULL_GRAPHS.add(manager)
+            graphs[track.role.value] = len(wanted)
+        if not graphs:
+            raise RuntimeError(f"{file}: no graph manager is known")
+        managers = [track.manager for track in observer._tracks]
+        return cls([(each, each._candidates) for each in managers], FULL_GRAPHS.tokens, graphs)
+
+    def take(self) -> None:
+        """Let the engine dispatch by this table."""
+        from capture_planner_vllm.inside.splits import FULL_GRAPHS
+
+        for manager, candidates in self.candidates:
+            manager._candidates = candidates
+        # As in an engine that has these graphs alone.
+        FULL_GRAPHS.tokens = self.bound
+
+
+class Turns:
+    """Plans by turns: in each round of turns each has one, in random order."""
+
+    def __init__(self, plans: Mapping[str, str], steps: int) -> None:
+        """:param steps: of each turn."""
+        self.tables = {column: Table.of(file) for column, file in plans.items()}
+        self._steps, self._draw = steps, random.Random(0)
+        self._next: list[str] = []
+        self.taken: list[tuple[float, str]] = []
+        """When each turn began, and whose it is, since a load began."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step of a load."""
+        if step % self._steps:
+            return
+        if not self._next:
+            self._next = self._draw.sample([*self.tables], len(self.tables))
+        column = self._next.pop()
+        self.tables[column].take()
+        self.taken.append((time.perf_counter(), column))
+
+
+def answer(engine: Vllm, request: Mapping[str, Any], turns: Turns | None = None) -> dict[str, Any]:
+    """Return the answer to a line of stdin that asks for a load or the observation.
+
+    :param turns: the plans that take turns; None: the engine has one.
     """
-    from capture_planner_vllm.inside import hooks
-    from capture_planner_vllm.inside.splits import FULL_GRAPHS
-
-    plan, found = codec.load_plan(file), {}
-    (observer,) = OBSERVERS
-    # Attention's splits are bounded up to the largest full graph, as in an engine with these graphs alone.
-    FULL_GRAPHS.tokens = None
-    for track in observer._tracks:
-        manager = track.manager
-        manager._candidates.clear()
-        manager._capture_descs.clear()
-        if not hooks.fill(manager, plan):
-            raise RuntimeError(f"{file} is not applied: the log says why")
-        wanted = {each for listed in manager._capture_descs.values() for each in listed}
-        if missing := wanted - set(track.keys):
-            raise RuntimeError(f"{file}: {track.role.value}: not captured: {missing}")
-        FULL_GRAPHS.add(manager)
-        found[track.role.value] = len(wanted)
-    return found
-
-
-def answer(engine: Vllm, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a line of stdin."""
     if "observation" in request:
         (recorder,) = RECORDERS
         recorder._write()
         return {"file": str(recorder.path)}
-    if "plan" in request:
-        return {"graphs": dispatch_by(request["plan"])}
     (observer,) = OBSERVERS
     watch = observer._active
     if request.get("unobserved"):
         observer._active = None
     before = steps_of(observation())
-    INTERVALS.clear()
-    figures = serve(engine, request["load"], request["tag"], request["seed"])
+    STEPS.clear()
+    if turns is not None:
+        turns.taken.clear()
+    figures = serve(engine, request["load"], request["tag"], request["seed"], None if turns is None else turns.begin)
     observer._active = watch
     figures["graphs_of_steps"] = steps_since(before, steps_of(observation()))
-    figures["intervals"] = intervals_of(INTERVALS)
+    if turns is not None:
+        figures["turns"] = by_turn(STEPS, turns.taken)
     return figures
 
 
@@ -164,8 +240,15 @@ def main() -> None:
     facts = facts_of(observation(), time.perf_counter() - start)
     mode = engine.engine.vllm_config.compilation_config.cudagraph_mode.name
     print(json.dumps({"facts": {**facts, "mode": mode}}), file=out)
+    turns = None
     for line in sys.stdin:
-        print(json.dumps(answer(engine, json.loads(line))), file=out)
+        request = json.loads(line)
+        if "plans" in request:
+            turns = Turns(request["plans"], request["steps"])
+            found = {"graphs": {column: table.graphs for column, table in turns.tables.items()}}
+        else:
+            found = answer(engine, request, turns)
+        print(json.dumps(found), file=out)
     engine.engine.engine_core.shutdown()
 
 

@@ -9,6 +9,9 @@ Measured: tokens/s, the mean step (the time in which some request was in flight,
 latency, time to first token, steps without a graph by role, graphs with the time and memory of their capture, and what
 ``tune`` promised: the mean step today, which the observed load is measured against, and the one under the plan.
 
+With ``--turns STEPS`` one engine has the graphs of all plans, and dispatches by each in turns of so many steps: a host
+drifts by more than plans differ, and turns have the same host. What an equal step takes is compared.
+
 ``--deployments`` measures ten other deployments, by itself and tuned. ``--only`` names the groups: SHAPE-K of the grid
 (0.6b-3, 0.6b-0, 8b-3, ...), or deployments. Groups run one after another, so that their engines fit on the GPU.
 Results are written as they come: a run that is cut off keeps them.

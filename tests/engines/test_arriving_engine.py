@@ -1,21 +1,26 @@
 """The benchmark of vLLM under arriving requests: plans that take turns in one engine."""
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import _arriving_turns
 import _arriving_worker
 import pytest
-from _arriving_rounds import merged_plan
+from _arriving_turns import merged_plan
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.measuring import recorder
+from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import vllm_plugin
-from capture_planner_vllm.inside import hooks, seam, splits
+from capture_planner_vllm.inside import hooks, observe, seam, splits, watch
+from support import vllm_observed
 from support.vllm_module import MANAGERS, capture, config_for, manager_for, vllm_modules
 
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
@@ -65,8 +70,7 @@ def started(modules, file, patch):
 
 def tables(tracks):
     """What engines dispatch by, and up to where they bound the splits of attention."""
-    managers = [track.manager for track in tracks]
-    return [(each._candidates, each._capture_descs) for each in managers], splits.FULL_GRAPHS.tokens
+    return [track.manager._candidates for track in tracks], splits.FULL_GRAPHS.tokens
 
 
 @given(st.tuples(PARTS, PARTS))
@@ -88,14 +92,17 @@ def test_engine_dispatches_as_one_that_runs_the_plan_alone(parts, turns, modules
     with pytest.MonkeyPatch.context() as patch:
         for name, plan in (("0", plans[0]), ("1", plans[1]), ("merged", merged_plan(plans))):
             (folder / name).write_text(codec.dumps(plan), "utf-8")
-        alone = [tables(started(modules, folder / str(turn), patch)) for turn in (0, 1)]
+        alone = []
+        for turn in (0, 1):
+            tracks = started(modules, folder / str(turn), patch)
+            alone.append((*tables(tracks), [len(track.keys) for track in tracks]))
         tracks = started(modules, folder / "merged", patch)
         patch.setattr(_arriving_worker, "OBSERVERS", [SimpleNamespace(_tracks=tracks)])
+        found = [_arriving_worker.Table.of(str(folder / str(turn))) for turn in (0, 1)]
         for turn in turns:
-            graphs = _arriving_worker.dispatch_by(str(folder / str(turn)))
-            assert tables(tracks) == alone[turn]
-            captured = (sum(map(len, descs.values())) for _, descs in alone[turn][0])
-            assert graphs == dict(zip((track.role.value for track in tracks), captured, strict=True))
+            found[turn].take()
+            assert tables(tracks) == alone[turn][:2]
+            assert list(found[turn].graphs.values()) == alone[turn][2]
 
 
 def test_graph_that_was_not_captured_is_an_error(modules, tmp_path, monkeypatch):
@@ -105,4 +112,67 @@ def test_graph_that_was_not_captured_is_an_error(modules, tmp_path, monkeypatch)
     tracks = started(modules, tmp_path / "less", monkeypatch)
     monkeypatch.setattr(_arriving_worker, "OBSERVERS", [SimpleNamespace(_tracks=tracks)])
     with pytest.raises(RuntimeError, match="target: not captured"):
-        _arriving_worker.dispatch_by(str(tmp_path / "all"))
+        _arriving_worker.Table.of(str(tmp_path / "all"))
+
+
+TOKENS = st.integers(1, 200)
+STEPS = st.lists(st.tuples(TOKENS, st.booleans()), min_size=60, max_size=120)
+
+
+def outcome(tokens, is_decode):
+    return (Role.TARGET, 1, tokens, tokens if is_decode else None, is_decode, 0, 0, None)
+
+
+@given(STEPS, st.integers(2, 9), st.floats(0.5, 2), st.randoms(use_true_random=False))
+def test_equal_steps_show_what_a_plan_changes_and_no_drift(steps, length, factor, draw):
+    """Batches of a kind take the same time, longer by a factor under one plan; another load has another host."""
+    rows = []
+    for host in (1.0, 1.7):
+        turns, timed = [], []
+        for index, batch in enumerate(steps):
+            if index % length == 0:
+                turns.append((index - 0.5, draw.choice("ab")))
+            column = turns[-1][1]
+            kind = _arriving_turns.kind_of(outcome(*batch))
+            seconds = host * (1 + len(kind)) / 1e3 * (factor if column == "b" else 1)
+            timed.append((float(index), outcome(*batch), seconds))
+        rows.append({"turns": _arriving_turns.by_turn(timed, turns)})
+    counted = sum(
+        steps for row in rows for halves in row["turns"].values() for half in halves for steps, _ in half.values()
+    )
+    assert counted == 2 * (len(steps) - -(-len(steps) // length))
+    for row in rows:
+        if (found := _arriving_turns.compared([row])["step_ms"]) is not None and len(found) == 2:
+            assert found["b"] / found["a"] == pytest.approx(factor, rel=1e-3)
+
+
+@given(TOKENS, TOKENS, st.booleans())
+def test_kinds_are_of_near_sizes(one, other, is_decode):
+    """A larger batch is of no smaller kind, and a kind has at most a quarter more tokens than its batches."""
+    kinds = [_arriving_turns.kind_of(outcome(tokens, is_decode)).split() for tokens in (one, other)]
+    sizes = [int(size) for _, size in kinds]
+    assert {name for name, _ in kinds} == {"decode" if is_decode else "mixed"}
+    assert (one <= other) <= (sizes[0] <= sizes[1])
+    assert all(tokens <= size <= 1.25 * tokens for tokens, size in zip((one, other), sizes, strict=True))
+
+
+def test_observer_that_is_asked_is_the_one_that_observes(monkeypatch):
+    """Also where vLLM registers the plugin again, after the managers' module was imported."""
+    for module, name in ((observe.Observer, "__init__"), (recorder.Recorder, "__init__"), (watch, "StepPace")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    for name in ("OBSERVERS", "RECORDERS", "STEPS"):
+        monkeypatch.setattr(_arriving_worker, name, [])
+    with vllm_observed.process():
+        _arriving_worker.remember_observer()
+        _arriving_worker.note_steps()
+        runner = vllm_observed.started()
+        observe.attach(importlib.import_module(MANAGERS))
+        for _ in range(9):
+            vllm_observed.run(runner, vllm_observed.step(4, 4))
+        (observer,) = _arriving_worker.OBSERVERS
+        assert [track.manager for track in observer._tracks][:1] == [runner.cudagraph_manager]
+        assert _arriving_worker.observation().roles[0].steps == 9
+        began = [start for start, *_ in _arriving_worker.STEPS]
+        assert len(began) == 7  # one is in flight, and the last has no end
+        assert began == sorted(set(began))
+        runner.shutdown()

@@ -1,0 +1,160 @@
+"""Plans that take turns of a few steps in one engine: what an equal step takes under each.
+
+A host's speed drifts: the same graphs in the same engine took 0.8 to 1.2 times as long from one load to the next. Turns
+of a few steps have the same host, so that their ratio is of the plans alone. A batch under one plan is compared with
+equal batches under the others, by kind and tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from capture_planner.records._base import replace
+from capture_planner.records.observation import Observation
+from capture_planner.records.plan import Plan
+
+Times = Mapping[str, tuple[int, float]]
+"""Steps and their milliseconds, by kind and size of the target's batch."""
+
+STALL = 10
+"""Times the median of its kind; such a step is left out, as an observation does."""
+
+
+def own_plan(observed: Observation, like: Plan) -> Plan:
+    """Return a plan with the graphs that an engine captured by itself; what is no graph is that of another plan."""
+    own = {role.role: role for role in observed.roles}
+    roles = (
+        replace(
+            role,
+            mode=own[role.role].mode,
+            entries=tuple(graph.entry for graph in own[role.role].graphs),
+            lazy=(),
+            waivers=(),
+        )
+        for role in like.roles
+        if role.role in own
+    )
+    return replace(like, roles=tuple(roles))
+
+
+def merged_plan(plans: Sequence[Plan]) -> Plan:
+    """Return the first plan with the graphs of all, each once."""
+    roles = []
+    for role in plans[0].roles:
+        entries = {
+            (entry.mode, entry.num_tokens, entry.num_reqs, entry.query_len, entry.active_loras): entry
+            for plan in plans
+            for entry in plan.role(role.role).entries
+        }
+        roles.append(replace(role, entries=tuple(entries.values()), lazy=(), waivers=()))
+    return replace(plans[0], roles=tuple(roles))
+
+
+def by_turn(
+    steps: Iterable[tuple[float, Any, float]], turns: Sequence[tuple[float, str]]
+) -> dict[str, tuple[Times, Times]]:
+    """Return the times of each plan's steps: of its even turns, and of its odd ones.
+
+    The first step of a turn waits for the last one of another plan, and is left out.
+
+    :param steps: when each began, its outcome (``capture_planner.measuring.coarsening``), and its seconds.
+    :param turns: when each began, and whose it is; ascending.
+    """
+    starts = [start for start, _ in turns]
+    found: dict[str, list[dict[str, list[float]]]] = {}
+    kinds: dict[str, list[float]] = defaultdict(list)
+    numbers: dict[str, int] = defaultdict(int)
+    halves = []
+    for _, column in turns:
+        halves.append((column, numbers[column] % 2))
+        numbers[column] += 1
+        found.setdefault(column, [defaultdict(list), defaultdict(list)])
+    last = -1
+    for began, outcome, seconds in steps:
+        turn = bisect_right(starts, began) - 1
+        if turn < 0 or turn != last:
+            last = turn
+            continue
+        column, half = halves[turn]
+        found[column][half][kind_of(outcome)].append(seconds * 1e3)
+        kinds[kind_of(outcome)].append(seconds * 1e3)
+    most = {kind: STALL * statistics.median(times) for kind, times in kinds.items()}
+
+    def kept(times: Mapping[str, list[float]]) -> Times:
+        served = {kind: [each for each in listed if each <= most[kind]] for kind, listed in times.items()}
+        return {kind: (len(listed), round(sum(listed), 3)) for kind, listed in sorted(served.items()) if listed}
+
+    return {column: (kept(even), kept(odd)) for column, (even, odd) in found.items()}
+
+
+def kind_of(outcome: Any) -> str:
+    """Return the kind and size of a batch: four sizes to the next power of two, each the most tokens that it has."""
+    _, _, tokens, query_len, past_prompt, *_ = outcome
+    step = 1 << max(0, (tokens - 1).bit_length() - 3)
+    return f"{'decode' if query_len is not None and past_prompt else 'mixed'} {-(-tokens // step) * step}"
+
+
+def added(every: Iterable[Times]) -> Times:
+    """Return the sum of times."""
+    found: dict[str, tuple[int, float]] = {}
+    for times in every:
+        for kind, (steps, total) in times.items():
+            before = found.get(kind, (0, 0.0))
+            found[kind] = before[0] + steps, before[1] + total
+    return found
+
+
+def equal_steps(columns: Mapping[str, Times]) -> dict[str, float] | None:
+    """Return the mean milliseconds of a step in each column, at the batches of all; None where none is common.
+
+    A batch counts where every column had such ones, as often as all had them together.
+    """
+    common = set.intersection(*({kind for kind, (steps, _) in times.items() if steps} for times in columns.values()))
+    weights = {kind: sum(times[kind][0] for times in columns.values()) for kind in common}
+    if not weights:
+        return None
+    return {
+        column: sum(weight * times[kind][1] / times[kind][0] for kind, weight in weights.items())
+        / sum(weights.values())
+        for column, times in columns.items()
+    }
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what an equal step took under each plan over all rounds, and by how much that may be off.
+
+    ``step_ms``: by column. ``error``: standard error of the ratio of two columns, by what the even and the odd turns of
+    a plan differ. ``mixed_ms`` and ``decode_ms`` are of one kind alone. None where no batch is common to all.
+
+    :param rows: of one load or several, each with ``turns`` as ``by_turn`` gives them.
+    """
+    columns = {column: added(half for row in rows for half in row["turns"][column]) for column in rows[0]["turns"]}
+    steps = equal_steps(columns)
+    if steps is None:
+        return {"step_ms": None, "error": None}
+    found: dict[str, Any] = {"step_ms": {column: round(each, 4) for column, each in steps.items()}}
+    for name in ("mixed", "decode"):
+        one = {
+            column: {kind: each for kind, each in times.items() if kind.startswith(name)}
+            for column, times in columns.items()
+        }
+        part = equal_steps(one)
+        found[f"{name}_ms"] = part and {column: round(each, 4) for column, each in part.items()}
+    squares = [math.log(first / second) ** 2 for first, second in _halves(rows)]
+    # A half has half of the steps of its round, so the ratio of two columns has half of the variance.
+    found["error"] = round(math.sqrt(statistics.fmean(squares) / 2 / len(rows)), 4) if squares else None
+    return found
+
+
+def _halves(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yield the mean equal steps of the two halves of each plan in each round."""
+    for row in rows:
+        for halves in row["turns"].values():
+            each = equal_steps({"even": halves[0], "odd": halves[1]})
+            if each is not None:
+                yield each["even"], each["odd"]
