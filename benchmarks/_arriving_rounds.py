@@ -291,6 +291,7 @@ class Deployment:
         if (engine := self.children.pop(ITSELF, None)) is not None:
             engine.end()
         plans = {column: load_plan(file) for column, file in given.items() if file is not None}
+        self.results["turns"] = {"steps": steps, "graphs": {}, "rows": []}
         if not plans:
             return
         (file,) = (self.folder / "before").iterdir()
@@ -303,7 +304,7 @@ class Deployment:
         request = {"plans": {column: str(file) for column, file in files.items()}, "steps": steps}
         answer = self._ask(MERGED, request, limits)
         if answer is not None:
-            self.results["turns"] = {"steps": steps, "graphs": answer["graphs"], "rows": []}
+            self.results["turns"]["graphs"] = answer["graphs"]
             self.warm_up(MERGED, limits, self.group.loads)
 
     def take_turns(self, turn: int, index: int, load: Mapping[str, Any], limits: Limits) -> None:
@@ -630,11 +631,11 @@ def _targets_of_turns(name: str, result: Mapping[str, Any]) -> Iterator[tuple[st
     turns = result["turns"]
     for load, found in turns["by_load"].items():
         steps, error = found["step_ms"] or {}, found["error"] or 0.0
-        for other, what in ((EXPERT, "the expert's"), (ITSELF, "by itself")):
+        for other, most in ((EXPERT, 1 + error), (ITSELF, 1 / 0.98)):
             if TUNED in steps and other in steps:
-                ratio = steps[TUNED] / steps[other]
-                text = f"{ratio:.3f} +- {error:.3f}"
-                yield f"{name}: {load}, equal steps take at most those of {what} ({text})", ratio <= 1 + error
+                longer = steps[TUNED] / steps[other]
+                text = f"{longer:.3f} +- {error:.3f}"
+                yield f"{name}: {load}, an equal step takes at most that of {other} ({text})", longer <= most
     counts = {column: sum(graphs.values()) for column, graphs in turns["graphs"].items()}
     if EXPERT in counts and TUNED in counts:
         text = f"{counts[TUNED]} of {counts[EXPERT]}"
