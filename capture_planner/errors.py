@@ -82,6 +82,14 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def class_and_message(error: BaseException) -> str:
+    """Return the class and the message of an error in one line."""
+    try:
+        return f"{type(error).__name__}: {one_line(error)}".rstrip()
+    except Exception:  # the code of an exception may fail, too
+        return f"{type(error).__name__}: (its message cannot be shown)"
+
+
 class PluginWarning(UserWarning):
     """An installed plugin is broken and left out; an error only for what uses it."""
 

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.errors import InvalidDocument, InvalidValue, PlanningError, Problem, format_path, one_line
+from capture_planner.errors import (
+    InvalidDocument,
+    InvalidValue,
+    PlanningError,
+    Problem,
+    class_and_message,
+    format_path,
+    one_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +60,19 @@ WORDS = st.lists(st.text(st.characters(exclude_categories=["Z", "C"]), min_size=
 def test_an_error_is_quoted_in_one_line(words, between):
     """All its words, with one space between two."""
     assert one_line(ValueError(between.join(words))) == " ".join(words)
+
+
+@given(st.text(max_size=20))
+def test_error_is_quoted_with_its_class(text):
+    """In one line, whatever its message."""
+    line = class_and_message(ValueError(text))
+    assert line.split() == ["ValueError:", *text.split()]
+    assert len(line.splitlines()) == 1
+
+
+def test_error_whose_message_fails_is_quoted():
+    class MuteError(Exception):
+        def __str__(self):
+            return 1 / 0
+
+    assert class_and_message(MuteError()) == "MuteError: (its message cannot be shown)"

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pluggy
 
-from capture_planner.errors import CapturePlannerError, PluginWarning
+from capture_planner.errors import CapturePlannerError, PluginWarning, class_and_message
 
 PROJECT = "capture_planner"
 """The pluggy project name, and the entry-point group of backends and engines."""
@@ -161,13 +161,5 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
         raise
     # A plugin may raise what is no Exception, as sys.exit does.
     except BaseException as cause:
-        message = " ".join(f"{type(cause).__name__}: {_text(cause)}".split())
+        message = class_and_message(cause)
         raise error(f"{subject} failed: {message}; report it to its authors, or uninstall it") from cause
-
-
-def _text(cause: BaseException) -> str:
-    try:
-        return str(cause)
-    # The code of an exception may fail too.
-    except Exception:
-        return "(its message cannot be shown)"

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import attrs
 
-from capture_planner.errors import CaptureError, GuardError
+from capture_planner.errors import CaptureError, GuardError, class_and_message
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry, batch_text
 
@@ -115,7 +115,7 @@ class Violation(AssertionError):
         # Out of range or of bounds, as torch says of an index; a lack of memory is no wrong index.
         elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error) and "memory" not in str(error):
             check = Check.BOUNDED
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = class_and_message(error)
         if check is Check.BOUNDED:
             message = f"an index is beyond what it indexes ({message})"
         message += _place(error)

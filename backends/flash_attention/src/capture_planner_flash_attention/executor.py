@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from capture_planner.errors import BackendError, RunError
+from capture_planner.errors import BackendError, RunError, class_and_message
 from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.model import DataType
 from capture_planner_flash_attention.kernels import AttentionCall, AttentionKernel, load
@@ -138,7 +138,7 @@ class FlashAttentionExecutor:
         try:
             kernel = load(self._library, self._attention)
         except (ImportError, AttributeError, OSError) as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
+            message = class_and_message(error)
             raise BackendError(
                 f"{self._where}: the plan needs {self._name}, but {self._library.module} cannot be used "
                 f"here ({message}); install {self._library.package}, or plan for this machine's packages"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.errors import CapturePlannerError, RunError, class_and_message
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
@@ -335,7 +335,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 def _describe(error: Exception) -> str:
     """Return an error in one line, with its source location unless it is an error of ours."""
-    message = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    message = class_and_message(error)[:500]
     if isinstance(error, CapturePlannerError):
         return message
     last = traceback.extract_tb(error.__traceback__)[-1]

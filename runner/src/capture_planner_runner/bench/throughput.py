@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, class_and_message
 from capture_planner.records.text import counted
 from capture_planner_runner.bench.record import Throughput
 from capture_planner_runner.bench.rig import Absence, Rig
@@ -110,7 +110,7 @@ def _transformers(rig: Rig, load: Load, advance: Callable[[str], None]) -> float
         raise
     except Exception as error:
         # Any error of the other library is the reason why there is no comparison.
-        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        message = class_and_message(error)[:300]
         raise Absence(f"{description()} failed: {message}") from error
     advance(f"transformers, {counted(load.requests, 'request')}")
     return statistics.median(rates)

@@ -23,7 +23,7 @@ from typing import cast
 import attrs
 import torch
 
-from capture_planner.errors import BackendError, CaptureError, RunError, one_line
+from capture_planner.errors import BackendError, CaptureError, RunError, class_and_message, one_line
 from capture_planner.modes import Pool, Reason
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
@@ -246,7 +246,7 @@ def _named(role: RoleRun, entry: Entry) -> Iterator[None]:
             if str(entry) in message and role.role.value in message:  # named further in
                 raise
             raise type(error)(f"{label}: {message}") from error
-        raise CaptureError(f"{label}: the capture broke: {type(error).__name__}: {message}") from error
+        raise CaptureError(f"{label}: the capture broke: {class_and_message(error)}") from error
 
 
 def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | None = None) -> Work:

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.errors import BackendError, CapturePlannerError, RunError
+from capture_planner.errors import BackendError, CapturePlannerError, RunError, class_and_message
 from capture_planner.modes import Role
 from capture_planner.plugins.backend import (
     NULL_SLOT,
@@ -339,7 +339,7 @@ class RoleAttention:
             return error
         step = "" if call == "release" else f", {entry or 'eager step'}"
         where = f"{self._role.value}, group {group.plan.name}{step}"
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = class_and_message(error)
         return BackendError(f"{group.label} broke in {call} ({where}): {message}; tell its authors")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 import torch
 
-from capture_planner.errors import BackendError, RunError
+from capture_planner.errors import BackendError, RunError, class_and_message
 from capture_planner.modes import Role
 from capture_planner.plugins.backend import Executor, LayerCache, Reservation, RunnableBackend
 from capture_planner.plugins.registry import RegisteredBackend, Registry
@@ -371,7 +371,7 @@ def _executor(registered: RegisteredBackend, reservation: Reservation) -> Execut
     except BackendError:
         raise
     except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = class_and_message(error)
         raise BackendError(f"{label} broke in {where}: {message}; tell its authors") from error
     # A rank with a part of the context returns partial results, which the ranks merge.
     attend = "attend" if reservation.attention.decode_context == 1 else "attend_part"

@@ -28,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, class_and_message
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records.model import DataType, Model
 from capture_planner_runner.models.fp8 import FP8, DequantizedExperts, Fp8Weight
@@ -389,7 +389,7 @@ class HuggingFaceModel:
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
         except Exception as error:  # of a configuration with impossible numbers, anything
-            raise RunError(f"{self.name}: its forward fails: {type(error).__name__}: {error}; {SUPPORTED}") from error
+            raise RunError(f"{self.name}: its forward fails: {class_and_message(error)}; {SUPPORTED}") from error
         silent = sorted(set(self.windows) - set(part.seen))
         if silent:
             raise RunError(

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import attrs
 import torch
 
-from capture_planner.errors import RankError, one_line
+from capture_planner.errors import RankError, class_and_message, one_line
 from capture_planner.records._base import grouped
 from capture_planner.records.batch_space import union
 from capture_planner_runner.ranks.peers import Peers, Plain
@@ -146,4 +146,4 @@ def _line(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         # The rest of torch's message is about other processes, its allocator's state and its settings.
         return re.split(r" (?=Process \d|Including non-PyTorch|Of the allocated)", message, maxsplit=1)[0]
-    return f"{type(error).__name__}: {message}"
+    return class_and_message(error)

@@ -32,7 +32,7 @@ from typing import Any
 
 from capture_planner.codec import load_plan
 from capture_planner.engines.launch import PLAN
-from capture_planner.errors import RunError, one_line
+from capture_planner.errors import RunError, class_and_message
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Decision, Plan
@@ -102,7 +102,7 @@ def current_plan() -> Plan | None:
     try:
         return _plan_at(path)
     except Exception as error:
-        report(logging.ERROR, [f"no plan is applied: {path}: {type(error).__name__}: {one_line(error)}"], error)
+        report(logging.ERROR, [f"no plan is applied: {path}: {class_and_message(error)}"], error)
         return None
 
 
@@ -247,7 +247,7 @@ def _filled(manager: Any, plan: Plan) -> bool:
         manager._candidates.clear()
         manager._capture_descs.clear()
         manager._lora_dispatch_map = adapters
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = class_and_message(error)
         report(logging.ERROR, [f"{type(manager).__name__} keeps vLLM's own graphs: {reason}"], error)
         return False
 
@@ -390,7 +390,7 @@ def _with_check(original: Callable[..., None]) -> Callable[..., None]:
         try:
             lines = [*agreement.differences(plan, manager.vllm_config, manager.cudagraph_mode.name)]
         except Exception as error:
-            report(logging.ERROR, [f"nothing is checked: {path}: {type(error).__name__}: {one_line(error)}"], error)
+            report(logging.ERROR, [f"nothing is checked: {path}: {class_and_message(error)}"], error)
             return
         if lines:
             report(logging.WARNING, [f"{line} ({path})" for line in lines])

@@ -25,7 +25,7 @@ from typing import Any
 
 from capture_planner.engines.inside import EVERY, SECONDS, file_name, seconds_of
 from capture_planner.engines.launch import OBSERVE, PROFILE
-from capture_planner.errors import one_line
+from capture_planner.errors import class_and_message
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
@@ -158,7 +158,7 @@ class Observer(StepHooks):
             LOG.error("the file of the observation does not say so: %s", second)
 
     def _end(self, doing: str, error: Exception) -> str:
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = class_and_message(error)
         self._notes.append(f"an error while {doing} ended the observation: {reason}")
         return self._notes[-1]
 
@@ -218,7 +218,7 @@ class Observer(StepHooks):
             return DummyRows.of(runner, self._note)
         except Exception as error:
             # Graphs that are timed on padding are still worth their times.
-            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            reason = class_and_message(error)[:200]
             self._note(f"graphs were timed on padding, which the experts of a mixture skip: {reason}")
             return None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.errors import one_line
+from capture_planner.errors import class_and_message
 from capture_planner.modes import GraphMode
 from capture_planner_vllm.inside import device
 from capture_planner_vllm.inside.buffers import CreateForward
@@ -90,7 +90,7 @@ class Trials:
         return found
 
     def _failed(self, error: Exception, text: str) -> None:
-        self._note(f"{text}: {type(error).__name__}: {one_line(error)[:200]}")
+        self._note(f"{text}: {class_and_message(error)[:200]}")
 
     def _trials(
         self,

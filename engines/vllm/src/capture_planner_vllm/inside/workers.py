@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from capture_planner.errors import RunError
+from capture_planner.errors import RunError, class_and_message
 from capture_planner.records.text import counted
 from capture_planner_vllm.inside.log import LOG
 
@@ -76,7 +76,7 @@ def compare(manager: Any, topic: str, plan: str) -> None:
     except RunError:
         raise
     except Exception as error:
-        LOG.warning("%s: workers are not compared: %s: %s", topic, type(error).__name__, error)
+        LOG.warning("%s: workers are not compared: %s", topic, class_and_message(error))
 
 
 def _place(manager: Any) -> tuple[Store, int, int] | None:
