@@ -496,15 +496,27 @@ def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_turns(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results of plans that took turns, with what an equal step took under each."""
-    turns = results["turns"]
+    turns, graphs = results["turns"], results["turns"]["graphs"]
+    kept = results.get("tune", {}).get("verdict") == "keep"
+
+    def of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        found = compared(rows)
+        if kept and found["step_ms"]:
+            found["step_ms"] = {**found["step_ms"], TUNED: found["step_ms"][ITSELF]}
+        return found
+
     by_load = {load: [row for row in turns["rows"] if row["load"] == load] for load in results["loads"]}
-    found = {load: compared(rows) for load, rows in by_load.items() if rows}
-    every = compared(turns["rows"]) if turns["rows"] else {"step_ms": None}
+    every = of(turns["rows"])
     steps = every["step_ms"] or {}
     return {
         **results,
         "medians": {},
-        "turns": {**turns, "by_load": found, "all_loads": every},
+        "turns": {
+            **turns,
+            "graphs": {**graphs, TUNED: graphs[ITSELF]} if kept and ITSELF in graphs else graphs,
+            "by_load": {load: of(rows) for load, rows in by_load.items() if rows},
+            "all_loads": every,
+        },
         "promise": stated(results, steps.get(ITSELF), steps.get(TUNED)),
     }
 

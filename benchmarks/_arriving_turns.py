@@ -24,6 +24,9 @@ Times = Mapping[str, tuple[int, float]]
 STALL = 10
 """Times the median of its kind; such a step is left out, as an observation does."""
 
+GRAPH = 6
+"""Where an outcome has its graph; None: it ran without one."""
+
 
 def own_plan(observed: Observation, like: Plan) -> Plan:
     """Return a plan with the graphs that an engine captured by itself; what is no graph is that of another plan."""
@@ -60,36 +63,30 @@ def by_turn(
 ) -> dict[str, tuple[Times, Times]]:
     """Return the times of each plan's steps: of its even turns, and of its odd ones.
 
-    The first step of a turn waits for the last one of another plan, and is left out.
+    The first step of a turn starts behind the last one of another plan, and the last one waits while another plan's
+    step is launched: both are left out.
 
     :param steps: when each began, its outcome (``capture_planner.measuring.coarsening``), and its seconds.
     :param turns: when each began, and whose it is; ascending.
     """
     starts = [start for start, _ in turns]
-    found: dict[str, list[dict[str, list[float]]]] = {}
-    kinds: dict[str, list[float]] = defaultdict(list)
-    numbers: dict[str, int] = defaultdict(int)
-    halves = []
-    for _, column in turns:
-        halves.append((column, numbers[column] % 2))
-        numbers[column] += 1
-        found.setdefault(column, [defaultdict(list), defaultdict(list)])
-    last = -1
+    whole: list[list[tuple[Any, float]]] = [[] for _ in turns]
     for began, outcome, seconds in steps:
-        turn = bisect_right(starts, began) - 1
-        if turn < 0 or turn != last:
-            last = turn
-            continue
-        column, half = halves[turn]
-        found[column][half][kind_of(outcome)].append(seconds * 1e3)
-        kinds[kind_of(outcome)].append(seconds * 1e3)
-    most = {kind: STALL * statistics.median(times) for kind, times in kinds.items()}
+        if (turn := bisect_right(starts, began)) > 0:
+            whole[turn - 1].append((outcome, seconds * 1e3))
+    inner: dict[str, list[list[tuple[Any, float]]]] = {column: [] for _, column in turns}
+    for (_, column), each in zip(turns, whole, strict=True):
+        inner[column].append(each[1:-1])
+    return {column: (_times(every[::2]), _times(every[1::2])) for column, every in inner.items()}
 
-    def kept(times: Mapping[str, list[float]]) -> Times:
-        served = {kind: [each for each in listed if each <= most[kind]] for kind, listed in times.items()}
-        return {kind: (len(listed), round(sum(listed), 3)) for kind, listed in sorted(served.items()) if listed}
 
-    return {column: (kept(even), kept(odd)) for column, (even, odd) in found.items()}
+def _times(turns: Iterable[Iterable[tuple[Any, float]]]) -> Times:
+    # A step without a graph may take ten times as long as one with: each is held to its own.
+    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for outcome, milliseconds in (step for turn in turns for step in turn):
+        found[kind_of(outcome), outcome[GRAPH] is None].append(milliseconds)
+    kept = {key: [each for each in times if each <= STALL * statistics.median(times)] for key, times in found.items()}
+    return added({kind: (len(times), sum(times))} for (kind, _), times in sorted(kept.items()))
 
 
 def kind_of(outcome: Any) -> str:
@@ -105,7 +102,7 @@ def added(every: Iterable[Times]) -> Times:
     for times in every:
         for kind, (steps, total) in times.items():
             before = found.get(kind, (0, 0.0))
-            found[kind] = before[0] + steps, before[1] + total
+            found[kind] = before[0] + steps, round(before[1] + total, 3)
     return found
 
 
@@ -133,8 +130,9 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     :param rows: of one load or several, each with ``turns`` as ``by_turn`` gives them.
     """
-    columns = {column: added(half for row in rows for half in row["turns"][column]) for column in rows[0]["turns"]}
-    steps = equal_steps(columns)
+    names = list(dict.fromkeys(column for row in rows for column in row["turns"]))
+    columns = {name: added(half for row in rows for half in row["turns"].get(name, ())) for name in names}
+    steps = equal_steps(columns) if columns else None
     if steps is None:
         return {"step_ms": None, "error": None}
     found: dict[str, Any] = {"step_ms": {column: round(each, 4) for column, each in steps.items()}}

@@ -133,10 +133,10 @@ def observation() -> Observation:
 class Table:
     """What an engine dispatches by under one plan."""
 
-    candidates: Sequence[tuple[Any, Mapping[Any, Any]]]
-    """Of each graph manager."""
-    bound: int | None
-    """Up to how many tokens attention's splits are bounded."""
+    managers: Sequence[tuple[Any, Mapping[Any, Any], Mapping[int, int]]]
+    """Each graph manager with its candidates, and with the case that serves so many adapters."""
+    bounds: tuple[int | None, int]
+    """Up to how many tokens attention's splits are bounded: of full graphs, and of any."""
     graphs: Mapping[str, int]
     """By role."""
 
@@ -146,8 +146,9 @@ class Table:
 
         :raises RuntimeError: where the plan cannot be applied, or has a graph that was not captured.
         """
+        from capture_planner_vllm.emulation.export import plan_sizes
         from capture_planner_vllm.inside import hooks
-        from capture_planner_vllm.inside.splits import FULL_GRAPHS
+        from capture_planner_vllm.inside.splits import FULL_GRAPHS, OWN_BOUND
 
         (observer,) = OBSERVERS
         plan, graphs = codec.load_plan(file), {}
@@ -165,16 +166,21 @@ class Table:
         if not graphs:
             raise RuntimeError(f"{file}: no graph manager is known")
         managers = [track.manager for track in observer._tracks]
-        return cls([(each, each._candidates) for each in managers], FULL_GRAPHS.tokens, graphs)
+        largest = plan_sizes(plan, managers[0].vllm_config.scheduler_config.max_num_batched_tokens)[-1:]
+        return cls(
+            [(each, each._candidates, each._lora_dispatch_map) for each in managers],
+            (FULL_GRAPHS.tokens, min([OWN_BOUND, *largest])),
+            graphs,
+        )
 
     def take(self) -> None:
         """Let the engine dispatch by this table."""
-        from capture_planner_vllm.inside.splits import FULL_GRAPHS
+        from capture_planner_vllm.inside import splits
 
-        for manager, candidates in self.candidates:
-            manager._candidates = candidates
-        # As in an engine that has these graphs alone.
-        FULL_GRAPHS.tokens = self.bound
+        for manager, candidates, adapters in self.managers:
+            manager._candidates, manager._lora_dispatch_map = candidates, adapters
+        # As in an engine that has these graphs alone, whose max_cudagraph_capture_size is its own.
+        splits.FULL_GRAPHS.tokens, splits.OWN_BOUND = self.bounds
 
 
 class Turns:

@@ -26,7 +26,12 @@ from support.vllm_module import MANAGERS, capture, config_for, manager_for, vllm
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
 
-PARTS = st.tuples(*(st.lists(st.sampled_from(role.entries[:12]), unique=True, max_size=6) for role in PLAN.roles))
+PARTS = st.tuples(
+    *(
+        st.lists(st.sampled_from(role.entries[:12]), unique=True, max_size=6, min_size=role.role is Role.TARGET)
+        for role in PLAN.roles
+    )
+)
 """Some graphs of each role, of its largest ones."""
 
 
@@ -56,6 +61,7 @@ def started(modules, file, patch):
     """The tracks of an engine that runs the plan of a file: their roles, managers and captured graphs."""
     patch.setenv(vllm_plugin.PLAN, str(file))
     patch.setattr(splits.FULL_GRAPHS, "tokens", None)
+    patch.setattr(splits, "OWN_BOUND", 512)
     plan = codec.load_plan(file)
     config = config_for(modules, plan)
     hooks.set_sizes(plan, config)
@@ -70,7 +76,11 @@ def started(modules, file, patch):
 
 def tables(tracks):
     """What engines dispatch by, and up to where they bound the splits of attention."""
-    return [track.manager._candidates for track in tracks], splits.FULL_GRAPHS.tokens
+    managers = [track.manager for track in tracks]
+    full, own = splits.FULL_GRAPHS.tokens, splits.OWN_BOUND
+    largest = managers[0].compilation_config.max_cudagraph_capture_size
+    # The bound is that of FlashAttention's builder.
+    return [(each._candidates, each._lora_dispatch_map) for each in managers], min(largest, max(full, own))
 
 
 @given(st.tuples(PARTS, PARTS))
@@ -119,8 +129,26 @@ TOKENS = st.integers(1, 200)
 STEPS = st.lists(st.tuples(TOKENS, st.booleans()), min_size=60, max_size=120)
 
 
-def outcome(tokens, is_decode):
-    return (Role.TARGET, 1, tokens, tokens if is_decode else None, is_decode, 0, 0, None)
+def outcome(tokens, is_decode, graph=0):
+    return (Role.TARGET, 1, tokens, tokens if is_decode else None, is_decode, 0, graph, None)
+
+
+def pipelined(plans, turns, length):
+    """What steps cost in an engine that launches one step ahead; of each plan: seconds of launch and device."""
+    _arriving_worker.STEPS.clear()
+    pace, now, free, ends, began = watch.StepPace(1), 0.0, 0.0, [], []
+    for column in turns:
+        launch, device = plans[column]
+        began.append((now - 1e-9, column))
+        for _ in range(length):
+            pace.started(now, joined=not ends)
+            pace.dispatched((outcome(8, True), 1))
+            now += launch
+            pace.launched(now)
+            free = max(free, now) + device
+            ends.append(free)
+            now = max([now, *ends[-2:-1]])
+    return _arriving_turns.by_turn(_arriving_worker.STEPS, began)
 
 
 @given(STEPS, st.integers(2, 9), st.floats(0.5, 2), st.randoms(use_true_random=False))
@@ -140,10 +168,50 @@ def test_equal_steps_show_what_a_plan_changes_and_no_drift(steps, length, factor
     counted = sum(
         steps for row in rows for halves in row["turns"].values() for half in halves for steps, _ in half.values()
     )
-    assert counted == 2 * (len(steps) - -(-len(steps) // length))
+    turns = (min(length, len(steps) - start) for start in range(0, len(steps), length))
+    assert counted == 2 * sum(max(0, each - 2) for each in turns)
     for row in rows:
         if (found := _arriving_turns.compared([row])["step_ms"]) is not None and len(found) == 2:
             assert found["b"] / found["a"] == pytest.approx(factor, rel=1e-3)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Steps are noted with their beginning."""
+    monkeypatch.setattr(watch, "StepPace", watch.StepPace)  # put back afterwards
+    monkeypatch.setattr(_arriving_worker, "STEPS", [])
+    _arriving_worker.note_steps()
+
+
+@pytest.mark.parametrize("one", [(1, 5), (2, 5), (12, 5), (1, 9)], ids=str)
+@pytest.mark.parametrize("length", [8, 16])
+def test_a_turn_costs_what_the_plan_alone_does(noted, one, length):
+    """Also where the launches of the other plan hide what the device does, as the engine launches one step ahead."""
+    plans = {"a": one, "b": (1, 5)}
+    found = pipelined(plans, "abbabaabab", length)
+    for column in plans:
+        alone = _arriving_turns.equal_steps({"": _arriving_turns.added(pipelined(plans, [column], 200)[column])})
+        for half in found[column]:
+            assert _arriving_turns.equal_steps({"": half}) == pytest.approx(alone)
+
+
+def test_slow_eager_steps_are_no_stalls():
+    """Each plan's steps are held to its own, those without a graph apart; a stall is left out."""
+    steps = [
+        (float(index), outcome(8, True, 0 if index % 3 else None), 0.001 if index % 3 else 0.02) for index in range(60)
+    ]
+    steps[31] = (31.0, outcome(8, True, 0), 0.5)
+    even, odd = _arriving_turns.by_turn(steps, [(-1.0, "a")])["a"]
+    # Without the first and the last step, and without the stall.
+    assert even == {"decode 8": (19 + 38, 19 * 20.0 + 38)}
+    assert odd == {}
+
+
+def test_plan_that_served_no_turn_of_a_load_is_not_compared():
+    served = _arriving_turns.by_turn([(float(index), outcome(8, True), 0.001) for index in range(9)], [(-1.0, "a")])
+    both = {**served, "b": served["a"]}
+    assert _arriving_turns.compared([{"turns": both}, {"turns": served}])["step_ms"] == {"a": 1.0, "b": 1.0}
+    assert _arriving_turns.compared([])["step_ms"] is None
 
 
 @given(TOKENS, TOKENS, st.booleans())
