@@ -9,6 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.fits import entry_family, predict_graphs
 from capture_planner.measuring.step_times import decode_lengths, kind_of_step, step_times
@@ -20,7 +23,7 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
 from capture_planner.records.profile import Overhead, Profile
-from capture_planner_tuner.observed_profile import SURE, observed_profile, served_steps
+from capture_planner_tuner.observed_profile import SURE, _graph_of, observed_profile, served_steps
 from support.commands import PLAN
 from support.observing import observation_of
 
@@ -84,6 +87,36 @@ def test_costs_add_up_to_what_the_engine_reported():
     assert {cost.seconds for cost in profile.graphs} == {0.05}
     assert profile.base_seconds == pytest.approx(9.0 - 0.05 * graphs, abs=1e-6)
     assert profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
+
+
+def test_graphs_with_adapters_count_once():
+    """What graphs are predicted to take is what the engine reported of all; a trial of another size has a time."""
+    observation = profiled()
+    target, *others = observation.roles
+    adapted = tuple(attrs.evolve(graph, entry=attrs.evolve(graph.entry, active_loras=2)) for graph in target.graphs)
+    trial = attrs.evolve(target.graphs[0], milliseconds=99.0)
+    roles = (replace(target, graphs=(*adapted, *target.graphs[1:]), trials=(trial,)), *others)
+    number = sum(len(role.graphs) for role in roles)
+    profile = observed(
+        replace(observation, roles=roles, capture_seconds=9 + 0.05 * number, graph_mib=300 + 2.0 * number)
+    )
+    found = predict_graphs(profile, [(role.role, graph.entry) for role in roles for graph in role.graphs])
+    assert found.seconds == pytest.approx(9 + 0.05 * number)
+    assert found.memory_mib == pytest.approx(300 + 2.0 * number)
+    curve = next(curve for curve in profile.curves if curve.key == entry_family(Role.TARGET, trial.entry))
+    assert dict(zip(curve.tokens, curve.milliseconds, strict=True))[trial.entry.num_tokens] == 99.0
+
+
+@pytest.mark.parametrize("requests", [16, 32, 64])
+def test_passes_that_were_not_counted_run_on_the_graphs_of_the_engine(requests):
+    """SGLang's graphs of prefills serve no decode, though they have room for it."""
+    words = ["--model-path", "Qwen/Qwen3-8B", "--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16"]
+    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "my/drafter"]
+    words += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+    observation = observation_of(emulate("sglang", words, find_environment("h200")))
+    for role in observation.roles[:2]:
+        batch = Batch.decode(role.role, requests, 4)
+        assert _graph_of(role, observation)(batch) == emulation_of(observation).dispatch(batch).entry
 
 
 def served(observation, profile, apart, base, slope, noise=()):

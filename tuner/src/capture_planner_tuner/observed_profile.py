@@ -14,6 +14,8 @@ from itertools import accumulate
 
 import attrs
 
+from capture_planner.engines.deployments import GraphRows
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.errors import CapturePlannerError, PlanningError
 from capture_planner.measuring.fits import Fit, GraphSample, curves_of, entry_family, fit_graphs
 from capture_planner.measuring.step_times import decode_lengths, kind_of_step, step_times
@@ -22,7 +24,7 @@ from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.measured.steps import Prices, passes_of
 from capture_planner.records._base import grouped, replace
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import decode_families, draft_steps
+from capture_planner.records.batch_space import decode_families
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
 from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
@@ -132,14 +134,9 @@ def _points(
         return role.role, GraphMode.NONE, query_len if query_len in lengths else None, None
 
     profiled = any(graph.milliseconds for graph in role.graphs)
-    captured = {(graph.entry.mode, graph.entry.query_len, graph.entry.num_tokens) for graph in role.graphs}
-    trials = [
-        graph
-        for graph in role.trials
-        if (graph.entry.mode, graph.entry.query_len, graph.entry.num_tokens) not in captured
-    ]
     # Adapters slow a graph down, and a profile has no family of graphs with them.
-    for graph in (*role.graphs, *trials):
+    captured = {_place(graph) for graph in role.graphs if not graph.entry.active_loras}
+    for graph in (*role.graphs, *(trial for trial in role.trials if _place(trial) not in captured)):
         if graph.milliseconds and not graph.entry.active_loras:
             tokens, own = graph.entry.num_tokens, graph.milliseconds
             if experts is not None:
@@ -164,6 +161,10 @@ def _points(
     for (family, _), alike in sampled.items():
         # At the largest of them: a smaller batch takes no longer.
         yield family, max(tokens for tokens, _ in alike), _weighed([timed for _, timed in alike])
+
+
+def _place(graph: ObservedGraph) -> tuple[GraphMode, int | None, int]:
+    return graph.entry.mode, graph.entry.query_len, graph.entry.num_tokens
 
 
 def _time_of(role: ObservedRole, batch: BatchCount) -> Timed | None:
@@ -231,9 +232,10 @@ def _fit(observation: Observation, notes: list[str]) -> Fit:
     reported = "memory is what the device reported around each capture, allocator and driver together"
     notes.append(f"{reported}; what the largest {largest}")
     fit = fit_graphs([samples], alone)
-    # What the whole capture took above its graphs is the base: it is paid once, whatever is captured.
-    rest = 0.0 if observation.graph_mib is None else observation.graph_mib - sum(sample.mib for sample in samples)
-    total = sum(sample.seconds for sample in samples)
+    # What the whole capture took above its graphs, those with adapters among them, is the base: it is paid once.
+    every = [graph for role in observation.roles for graph in role.graphs]
+    mib, total = sum(graph.mib or 0.0 for graph in every), sum(graph.seconds or 0.0 for graph in every)
+    rest = 0.0 if observation.graph_mib is None else observation.graph_mib - mib
     seconds = 0.0 if observation.capture_seconds is None else observation.capture_seconds - total
     return Fit(
         graphs=fit.graphs,
@@ -380,14 +382,14 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
 def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch], Entry | None]:
     """Return a function to the graph that a batch of a role ran on, or would by the role's graphs; None: eager."""
     ran = {count.batch(role.role): count.graph for count in role.batches}
+    captured = (CapturedGraph.of(role.role, graph) for graph in role.graphs)
+    rows = GraphRows(captured, decode_families(role.role, observation))
 
     def graph_of(batch: Batch) -> Entry | None:
         if batch in ran:
             graph = ran[batch]
             return None if graph is None else role.graphs[graph].entry
-        length = draft_steps(batch.role, batch.num_reqs, observation.speculative)
-        fitting = (graph.entry for graph in role.graphs if graph.entry.rejection(batch, length) is None)
-        return min(fitting, key=lambda entry: entry.cost, default=None)
+        return rows.best(batch)
 
     return graph_of
 
