@@ -122,8 +122,8 @@ class Problem:
         return fewest, least
 
     def price(self, cost: int) -> Fraction:
-        """The most that a bound on the worst step may add to a cost."""
-        return PRICE * (cost + self.base * SCALE)
+        """The most that a bound on the worst step may add to a cost: to its mean, and nothing to its percentile."""
+        return PRICE * (cost % TAIL + self.base * SCALE)
 
     @property
     def base(self) -> int:

@@ -282,7 +282,8 @@ def least_table(
             continue
         for limit in aim.limits:
             best = free if limit == Limit() else _best_of(search, forced, limit, regret=aim.regret)
-            if best is not None and best.value - free.value <= PRICE * (free.value + aim.base * SCALE):
+            # A percentile gives up nothing: the mean alone pays (``TAIL``).
+            if best is not None and best.value - free.value <= PRICE * (free.value % TAIL + aim.base * SCALE):
                 return best
     raise AssertionError("without graphs, nothing exceeds a bound")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner import codec
+from capture_planner import codec, load_backends
 from capture_planner.codec.shipped import shipped_profiles
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Refresh, Role
@@ -28,6 +28,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend
+from support import tuning
 from support.measured import decodes, profile
 
 ONE, TWO = Batch.decode(Role.TARGET, 3, 1), Batch.decode(Role.TARGET, 3, 2)
@@ -174,3 +175,27 @@ def test_shipped_profiles_keep_full_decodes_and_a_bound_at_any_load(name: str, d
         ratios = [(own + apart) / (every + apart) for own, every in teams if every]
         worst = max(worst, *ratios)
     assert (worst <= 1.15 * (1 + 1e-9)) != bool(said)
+
+
+@pytest.mark.parametrize("graphs", [2, 3, 4])
+@pytest.mark.parametrize("objective", ["mean", "p50", "p90", "p99"])
+def test_bound_on_the_worst_step_costs_the_mean_little_and_a_percentile_nothing(objective: str, graphs: int) -> None:
+    made: dict[float, Plan] = {}
+    for slowdown in (0.05, 1000.0):
+        spec = Spec(
+            model=tuning.MODEL,
+            limits=Limits(max_num_reqs=256, max_num_tokens=512),
+            mode=GraphMode.FULL_DECODE_ONLY,
+            backend="flash_attention",
+            sizes=Sizes(policy=Policy.MEASURED, objective=objective, max_slowdown=slowdown),
+            budget=Budget(max_graphs=graphs),
+        )
+        traffic = Measurements(traffic=decodes({200: 60000, 256: 30000}, 1), profile=tuning.profile())
+        environment = Environment(name="h200", device=tuning.DEVICE)
+        made[slowdown] = plan(spec, environment, load_backends(), traffic)
+    bound, free = (each.forecast for each in made.values())
+    assert bound is not None
+    assert free is not None
+    assert bound.mean_step_ms <= 1.005 * free.mean_step_ms
+    if objective != "mean":
+        assert bound.expected == free.expected
