@@ -262,17 +262,17 @@ def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], 
     Draft prefill runs the target's, with ``slots`` more rows for each request; draft decodes follow it, as often as one
     pass follows another.
     """
-    if role is Role.DRAFT_PREFILL:
-        return Counter({draft_prefill_of(batch, slots): count for batch, count in met.items()})
-    if role is Role.TARGET:
-        return Counter({attrs.evolve(batch, role=role): count for batch, count in met.items()})
-    # Draft decodes follow mixed batches too: only the number of requests decides.
-    drafted: Counter[Batch] = Counter()
+    found: Counter[Batch] = Counter()
     for batch, count in met.items():
-        for family in families:
-            if batch.num_reqs in family.requests:
-                drafted[Batch.decode(role, batch.num_reqs, family.query_len)] += count * (family.draft_steps or 1)
-    return drafted
+        if role is Role.TARGET:
+            found[attrs.evolve(batch, role=role)] += count
+        elif role is Role.DRAFT_PREFILL:
+            found[draft_prefill_of(batch, slots)] += count
+        else:  # draft decodes follow mixed batches too: only the number of requests decides
+            for family in families:
+                if batch.num_reqs in family.requests:
+                    found[Batch.decode(role, batch.num_reqs, family.query_len)] += count * (family.draft_steps or 1)
+    return found
 
 
 MOST_BLOCKS = 50

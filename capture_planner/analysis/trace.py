@@ -95,7 +95,7 @@ def _json_object(line: str) -> dict[str, Any]:
 def _json_rows(text: str, file: str) -> list[TraceRow]:
     problems: list[Problem] = []
     read: list[tuple[float, int, int, int]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or len(problems) >= MAX_PROBLEMS:
             continue
         data = _json_object(line)

@@ -207,6 +207,17 @@ def test_draft_batches_follow_the_targets(requests, deployment):
     assert Counter({batch.num_reqs: times for batch, times in decodes.items()}) == +wanted
 
 
+@given(st.dictionaries(st.tuples(st.integers(1, 8), st.integers(0, 2)), st.integers(1, 9)))
+def test_drafters_run_every_batch_of_the_target(counts):
+    """Without its adapters: batches that differ in them alone are added up."""
+    met = Counter({Batch.decode(Role.TARGET, reqs, 2, loras): times for (reqs, loras), times in counts.items()})
+    speculative = Speculative(method=Method.EAGLE, num_tokens=2)
+    deployment = SmallDeployment(Limits(max_num_reqs=8, max_num_tokens=48), speculative, ())
+    families = decode_families(Role.DRAFT_DECODE, deployment)
+    for role in Role:
+        assert for_role(met, role, families).total() == met.total()
+
+
 @given(st.lists(st.integers(0, 5), max_size=400), st.integers(1, 9))
 def test_blocks_are_stretches_in_order(values, length):
     """All of it in its order, in no more blocks than the most; alike but the last."""

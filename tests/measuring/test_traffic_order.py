@@ -235,6 +235,14 @@ def test_wrong_lines_of_a_trace_are_named(line, says, tmp_path):
     assert [(problem.line, says in problem.message) for problem in raised.value.problems] == [(4, True)]
 
 
+def test_a_request_is_a_line_whatever_its_text(tmp_path):
+    """JSON may have the separators of lines and paragraphs in a string as they are."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(MOONCAKE.replace("{", '{"note": "one\u2028two\u0085", ', 1), "utf-8")
+    (tmp_path / "plain.jsonl").write_text(MOONCAKE, "utf-8")
+    assert shapes(read_traffic([str(path)])[0]) == shapes(read_traffic([str(tmp_path / "plain.jsonl")])[0])
+
+
 def test_traces_run_at_the_given_pace_with_accepted_drafts(tmp_path):
     """The time of each batch is asked for, acceptance goes into traffic, and what is assumed is said."""
     draw = random.Random(2)
@@ -263,10 +271,11 @@ def test_traces_run_at_the_given_pace_with_accepted_drafts(tmp_path):
     assert any("more arrive than such steps serve" in note for note in slow.notes)
 
 
-def test_a_later_part_of_a_trace_begins_with_what_runs(tmp_path):
-    """A request that decodes over the boundary is in both parts, each of its steps once."""
+@pytest.mark.parametrize("start", [0, 4, 20_000])
+def test_a_later_part_of_a_trace_begins_with_what_runs(start, tmp_path):
+    """A request that decodes over the boundary is in both parts, each of its steps once; a slice is a trace."""
     path = tmp_path / "trace.csv"
-    path.write_text("t,in_len,out_len\n0,10,100\n1.5,20,1\n3,30,1\n")
+    path.write_text(f"t,in_len,out_len\n{start},10,100\n{start + 1.5},20,1\n{start + 3},30,1\n")
     whole, *parts = (
         read_traffic([str(path)], SourceOptions(part=part))[0] for part in ((0, 1), (0, 2 / 3), (2 / 3, 1))
     )

@@ -49,9 +49,9 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
     """Return a scheduler's batches of a trace, or of a part with what runs by then; raises ``InvalidDocument``."""
     trace = trace_of(text, name)
     arrivals = tuple(sorted(trace.rows, key=lambda row: row.arrival))
-    first, last = (share * arrivals[-1].arrival for share in options.part)
-    # The last part goes on to the last token.
-    window = first, math.inf if options.part[1] >= 1 else last
+    start, length = arrivals[0].arrival, arrivals[-1].arrival - arrivals[0].arrival
+    first, last = (start + share * length for share in options.part)
+    window = first, math.inf if options.part[1] >= 1 else last  # the last part goes on to the last token
     if not any(window[0] <= row.arrival < window[1] for row in trace.rows):
         message = f"no request arrives in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its time"
         raise InvalidDocument([Problem(file=name, message=message, remedy="read a larger part, or all")])
