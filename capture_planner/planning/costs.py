@@ -24,7 +24,7 @@ It is the host's work, and does not grow with the tokens. The least factor betwe
 
 @attrs.frozen
 class Curve:
-    """Milliseconds by padded tokens: non-decreasing, interpolated between measured sizes."""
+    """Milliseconds by padded tokens, interpolated between measured sizes; those of passes alone never fall."""
 
     tokens: tuple[int, ...]
     milliseconds: tuple[float, ...]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from heapq import merge
 from itertools import chain, combinations, product
 from operator import itemgetter
@@ -368,7 +369,7 @@ class _WaivedSets:
             return
         total = sum(self._every_size(index) for index in range(len(self._teams)))
         total += sum(self._least(index) - self._every_size(index) for index in forced)
-        for lost, dropped in by_sum(self._losses()):
+        for lost, dropped in by_sum(self._losses):
             yield total + lost, dropped | forced
 
     def leaves_room(self, dropped: Waivers, limit: Limit) -> bool:
@@ -382,10 +383,10 @@ class _WaivedSets:
 
     def cheapest(self, forced: Waivers) -> Iterator[Waivers]:
         """Yield sets of one more team each next to ``forced``, up to all, those first that lose least."""
-        losses = self._losses()
-        cheap = sorted(losses, key=lambda index: losses[index])
+        cheap = sorted(self._losses, key=self._losses.__getitem__)
         return (forced.union(cheap[:number]) for number in range(len(cheap) + 1))
 
+    @cached_property
     def _losses(self) -> dict[int, Value]:
         """Return what each team that may be waived loses by that at least."""
         return {index: self._least(index) - self._every_size(index) for index in self._may_be_waived}

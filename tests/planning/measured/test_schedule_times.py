@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capture_planner import codec
+from capture_planner.codec.shipped import shipped_profiles
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured import choose_schedule
@@ -164,3 +166,12 @@ def test_rates_are_tokens_of_a_second() -> None:
     assert f"1 to 2 requests draft 1 ({rates[0]:,.0f} tokens/s), 3 to 4 requests draft 0 ({rates[1]:,.0f}" in message
     gain = problem.total((Span(1, 4, 0),)) / problem.total(spans) - 1
     assert f"; {gain:.1%} more than the best fixed number, 0 ({rates[2]:,.0f} tokens/s)" in message
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b-eagle3.h200", "qwen3-8b-eagle3.h200"])
+def test_padded_times_never_fall_as_batches_grow(name: str) -> None:
+    """What the host takes besides may fall as a size grows; the search for ranges needs times that do not."""
+    known = codec.load_profile(shipped_profiles()[name])
+    spec = replace(spec_of(5, 256, 8192), model=known.model)
+    for length in _lengths(spec, dict.fromkeys(Role, GraphMode.FULL_DECODE_ONLY), Costs(known), (1.0,) * 6, 256):
+        assert list(length.padded) == sorted(length.padded)
