@@ -66,8 +66,8 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
 
     :param environment: another machine than the plan's own; None: its own.
     """
-    # No spec gives fingerprints: they are of a run.
-    plan = replace(document.load(Plan), fingerprints=None)
+    # No spec gives fingerprints, which are of a run, or a promise, which is of an observed engine.
+    plan = replace(document.load(Plan), fingerprints=None, promise=None)
     machine = ChosenMachine(plan.environment) if environment is None else machine_named(environment)
     planned = plan_document(spec, machine)
     changes = diff_plans(plan, planned)

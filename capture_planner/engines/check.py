@@ -608,8 +608,11 @@ def _steps(observation: Observation, emulation: Emulation, diagnosis: Diagnosis)
 @rule("OB001", Severity.NOTE, BugClass.I, remedy="leave their sizes out if the traffic is typical", planned=PLANNED)
 def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
     """Graphs were captured, and no step ran on them: start-up time and memory for nothing, with this traffic."""
+    # An engine by itself has one list of sizes for all its graphs: a size is needed where any of them was replayed.
+    replayed = {graph.entry.num_tokens for role in observation.roles for graph in role.graphs if graph.replays}
     for role in observation.roles:
-        unused = [graph for graph in role.graphs if not graph.replays]
+        shared = set() if observation.plan else replayed
+        unused = [each for each in role.graphs if not each.replays and each.entry.num_tokens not in shared]
         # Without a step nothing follows from replays.
         if not unused or not role.steps:
             continue

@@ -63,6 +63,8 @@ def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str 
     if any(family.query_len != 1 for family in emulation.drafts or ()):
         message = "drafts several tokens of a request in one pass, and no plan has such graphs"
         raise EngineError(f"{emulation.engine} {message}; its sizes can only be set by its own flags")
+    if Role.TARGET not in emulation.modes:
+        raise EngineError(f"{emulation.engine}: nothing of the target was observed; give a whole observation")
     assumptions: list[str] = []
     base = _base(emulation, like, name, assumptions)
     if any(graph.microbatches > 1 for graph in emulation.graphs):

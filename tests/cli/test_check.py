@@ -12,6 +12,7 @@ from capture_planner.codec import dumps, load_plan
 from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Forecast
+from capture_planner.records.promise import ExpectedSteps, Promise
 from capture_planner.records.spec import Budget
 from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
 
@@ -121,6 +122,16 @@ def test_sarif(run: Run, unsound: str) -> None:
 
 def test_no_drift(run: Run) -> None:
     ran = run("check", PLAN, "--spec", SPEC)
+    assert ran.code == 0
+    assert "CP099" not in ran.out
+
+
+def test_promise_is_no_drift(run: Run, folder: Path) -> None:
+    """It is of an engine that was observed: planning again gives none."""
+    side = ExpectedSteps(mean_step_ms=10.0, error_ms=0.01)
+    promised = replace(load_plan(PLAN), promise=Promise(costs="vllm 0.33.0", steps=5000, before=side, after=side))
+    (folder / "plan.yaml").write_text(dumps(promised), "utf-8")
+    ran = run("check", str(folder / "plan.yaml"), "--spec", SPEC)
     assert ran.code == 0
     assert "CP099" not in ran.out
 

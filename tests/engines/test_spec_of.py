@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,3 +113,10 @@ def test_a_model_in_a_folder_goes_by_the_name_of_the_folder(tmp_path: Path) -> N
     assert (model.name, model.num_layers, model.max_model_len) == ("my model -v2-", 3, 512)
     assert derived("vllm", ["/models/Qwen3-8B"]).spec.model.name == "Qwen3-8B"
     assert derived("vllm", ["$MODEL_PATH"]).spec.model.name == "MODEL_PATH"
+
+
+def test_observation_without_the_target_has_no_spec() -> None:
+    """A file that was cut or edited."""
+    plain = emulate(*COMMANDS["plain"], H200)
+    with pytest.raises(EngineError, match="nothing of the target was observed"):
+        spec_of(attrs.evolve(plain, managers=()), find_engine("vllm"), MODEL)

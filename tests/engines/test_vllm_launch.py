@@ -117,6 +117,17 @@ def test_workers_of_ray_need_a_variable(flags, expected):
     assert sum("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CAPTURE_PLANNER_" in note for note in notes) == expected
 
 
+@pytest.mark.parametrize("flag", ["-O0", "-cc.mode=0"])
+def test_flags_that_turn_piecewise_graphs_off_are_noted(flag):
+    """Nothing is compiled in pieces then; with vLLM's breakable graphs PIECEWISE ones are captured all the same."""
+    plan = codec.load_plan(next(path for path in PLANS if path.stem == "llama-3.1-8b.h100"))
+    command = command_for(plan)
+    assert not any("PIECEWISE" in note for note in launch_vllm(plan, command).notes)
+    assert any("captures none of the plan's PIECEWISE" in note for note in launch_vllm(plan, [*command, flag]).notes)
+    breakable = ["VLLM_USE_BREAKABLE_CUDAGRAPH=1", *command, flag]
+    assert not any("PIECEWISE" in note for note in launch_vllm(plan, breakable).notes)
+
+
 def test_plan_that_model_runner_v1_would_run_is_noted():
     """VLLM 0.33 runs parallel heads on it, and the plugin cannot apply a plan there."""
     plan = codec.load_plan(next(path for path in PLANS if path.stem == "gpt-oss-20b-p-eagle.h100"))

@@ -65,8 +65,8 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
         words = ["--model", model, *words]
     elif line.model != model:
         notes.append(f"the plan is for {model}, the command serves {line.model}")
-    if command and _runs_on_v1(plan, [*command, *words]):
-        notes.append("vLLM runs this on model runner V1, whose one list of sizes is for all roles: it takes no plan")
+    if command:
+        notes += _final_notes(plan, [*command, *words])
     return Launch(arguments=tuple(words), notes=tuple(notes))
 
 
@@ -83,11 +83,16 @@ def _backend_refusal(plan: Plan, command: Sequence[str], lacking: Mapping[str, A
     return None
 
 
-def _runs_on_v1(plan: Plan, words: Sequence[str]) -> bool:
+def _final_notes(plan: Plan, words: Sequence[str]) -> Iterator[str]:
+    """Yield what vLLM makes of the plan under all flags, where that is less than the plan has."""
     try:
-        return final_settings(Configuration(read(words), plan.environment)).runner is RunnerVersion.V1
+        final = final_settings(Configuration(read(words), plan.environment))
     except FlagError:  # vLLM's own to say
-        return False
+        return
+    if final.runner is RunnerVersion.V1:
+        yield "vLLM runs this on model runner V1, whose one list of sizes is for all roles: it takes no plan"
+    elif plan.role(Role.TARGET).mode.has_piecewise and not final.mode.has_piecewise:
+        yield f"vLLM resolves {final.mode.value} with these flags, and captures none of the plan's PIECEWISE graphs"
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
