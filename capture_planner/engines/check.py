@@ -616,14 +616,9 @@ def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Ite
         # Without a step nothing follows from replays.
         if not unused or not role.steps:
             continue
-        cost = [
-            f"{sum(values):,.{digits}f} {unit}"
-            for values, digits, unit in (
-                ([graph.seconds for graph in unused if graph.seconds is not None], 1, "s"),
-                ([graph.mib for graph in unused if graph.mib is not None], 0, "MiB"),
-            )
-            if values
-        ]
+        seconds = [graph.seconds for graph in unused if graph.seconds is not None]
+        mib = [graph.mib for graph in unused if graph.mib is not None]
+        cost = [f"{sum(seconds):,.1f} s"] * bool(seconds) + [f"{sum(mib):,.0f} MiB"] * bool(mib)
         message = (
             f"{role.role}: {len(unused)} of {counted(len(role.graphs), 'graph')} were not replayed in "
             f"{counted_steps(role.steps)}, such as {unused[0].entry}"
