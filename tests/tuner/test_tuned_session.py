@@ -16,6 +16,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import BatchCount, EagerCost, Observation
+from capture_planner.records.profile import Profile
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner_tuner.tuning.judgement import TuneVerdict
 from capture_planner_tuner.tuning.session import (
@@ -33,7 +34,7 @@ from capture_planner_tuner.tuning.session import (
 from capture_planner_tuner.tuning.tune import MORE
 from support.commands import PLAN
 from support.observing import observation_of
-from support.tuning import MODEL
+from support.tuning import MODEL, profile
 
 H200 = find_environment("h200")
 EAGLE = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}'
@@ -174,6 +175,25 @@ def test_a_model_of_another_size_widens_the_error() -> None:
     )
     assert small.foreign == 0
     assert large.foreign > 0.07
+
+
+@pytest.mark.parametrize("given", [None, profile()])
+def test_other_ranks_widen_the_error(given: Profile | None) -> None:
+    """The further their number is from the profile's, whether it was given or ships; and that is said."""
+    words = [MODEL.name, "--max-num-seqs", "8", "-tp"]
+    one, two, four = (costs_of(engine_subject("vllm", [*words, n], H200), given, "mine") for n in "124")
+    assert 0 == one.foreign < two.foreign < four.foreign
+    assert four.is_estimate
+    assert "with 1 tensor-parallel rank, and this has 4" in str(four.assumption)
+    assert "tensor-parallel" not in str(one.assumption)
+
+
+def test_a_profile_wins_over_what_was_observed_and_is_named_as_the_reason() -> None:
+    """An observation with costs of its own lacks nothing."""
+    subject, other = observed_subject(observed(None), "seen.yaml"), profile(tuple(Role))
+    near = costs_of(subject, replace(other, model=replace(MODEL, name="my/model")), "mine")
+    assert near.is_estimate
+    assert "by the costs of another deployment" in missing_costs(subject, near.profile)
 
 
 def test_little_more_traffic_changes_little() -> None:

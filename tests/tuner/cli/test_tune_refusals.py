@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from capture_planner import codec
+from capture_planner.records._base import replace
 from support.commands import Run
 from support.tuning import MODEL, profile, vllm_log
 
@@ -100,10 +101,19 @@ def test_lines_that_cannot_be_read_are_counted(call: Run) -> None:
     )
 
 
-def test_costs_of_other_ranks_are_an_assumption(call: Run) -> None:
-    """A profile of one GPU for a model that two share."""
-    (says,) = tuned(call, *FLAGS, "-tp", "2", *LOAD)["assumptions"]
-    assert says == "the costs of profile.yaml were measured with 1 tensor-parallel rank, and this has 2"
+def test_costs_of_other_ranks_or_another_model_are_an_estimate(call: Run) -> None:
+    """A profile of one GPU for a model that two share, or of another model of this shape: nothing is promised."""
+    data = tuned(call, *FLAGS, "-tp", "2", *LOAD, "-o", "ranks")
+    assert data["assumptions"] == [
+        "the costs of profile.yaml were measured with 1 tensor-parallel rank, and this has 2"
+    ]
+    Path("profile.yaml").write_text(codec.dumps(profile(model=replace(MODEL, name="my/model"))), "utf-8")
+    other = tuned(call, *FLAGS, *LOAD, "-o", "model")
+    assert "a model of the same shape" in other["assumptions"][0]
+    for each in (data, other):
+        assert (each["verdict"], each["estimate"]) == ("change", True)
+        assert each["needed"].startswith("this is an estimate by the costs of another deployment; for a promise, ")
+    assert [codec.load_plan(f"{each}/plan.yaml").promise for each in ("ranks", "model")] == [None, None]
 
 
 def test_a_device_without_a_profile_is_estimated_by_the_nearest(call: Run) -> None:

@@ -133,7 +133,7 @@ CHOSEN, JUDGED = (0.0, 2 / 3), (2 / 3, 1.0)
 """The parts of the traffic that sizes are chosen by, and that both sides are judged on."""
 
 FOREIGN_MODEL = 0.05
-"""Least error of times for each factor of two between the sizes of two models, as a share."""
+"""Least error of times for each factor of two between the sizes of two models, or their ranks, as a share."""
 
 FOREIGN_DEVICE = 0.15
 """Least error of times on another device, as a share."""
@@ -164,7 +164,7 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
         # A profile that was given wins over observed costs: someone chose it.
         says = catalog.foreign_costs(str(name), given, machine, model, subject.today.parallel)
         off = _foreign(given, subject)
-        return TuneCosts(name=str(name), profile=given, assumption=says, is_estimate=off > 0, foreign=off)
+        return TuneCosts(name=str(name), profile=given, assumption=says, is_estimate=says is not None, foreign=off)
     own = _observed(subject)
     if own is not None:
         return TuneCosts(name=f"the costs in {subject.file}", profile=own, assumption=None, is_estimate=False)
@@ -177,6 +177,9 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
             f"`capture-planner profile SPEC{source} -o FILE`, and give it as --profile FILE"
         )
     says = f"costs are those of the shipped profile {near.name}, {near.distance}"
+    own_ranks, ranks = subject.today.parallel.tensor, near.profile.parallel.tensor
+    if own_ranks != ranks:
+        says += f", with {counted(ranks, 'tensor-parallel rank')}, and this has {own_ranks}"
     off = _foreign(near.profile, subject)
     if off:
         says += f": its times are taken to be off by up to {off:.0%}"
@@ -201,10 +204,11 @@ def _observed(subject: TuneSubject) -> Profile | None:
 
 
 def _foreign(profile: Profile, subject: TuneSubject) -> float:
-    """Return by which share the times of a profile may be off for the deployment of another model or device."""
-    # Times grow with the model, and less than in proportion: an error for each doubling.
+    """Return by which share the times of a profile may be off for another model, number of ranks or device."""
+    # Times grow with a rank's part of the model, and less than in proportion: an error for each doubling.
     factor = catalog.size_factor(profile.model, subject.derived.spec.model)
-    off = FOREIGN_MODEL * math.log2(factor)
+    ranks = subject.today.parallel.tensor / profile.parallel.tensor
+    off = FOREIGN_MODEL * (math.log2(factor) + abs(math.log2(ranks)))
     here, there = subject.environment.device, profile.device
     if there.name != here.name:
         own, other = (each.multiprocessors or 1 for each in (here, there))
@@ -213,11 +217,14 @@ def _foreign(profile: Profile, subject: TuneSubject) -> float:
     return off
 
 
-def missing_costs(subject: TuneSubject) -> str:
-    """Return what has to be done for figures that can be promised, as a sentence."""
+def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
+    """Return what has to be done for figures that can be promised, as a sentence.
+
+    :param given: as in ``costs_of``.
+    """
     seen = subject.observation is not None
-    why = " by the costs of another machine"
-    if seen:
+    why = " by the costs of another deployment"
+    if seen and given is None:
         why = f": {subject.file} lacks times of graphs, or of steps without one"
     command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
     return (
@@ -534,7 +541,7 @@ def tuned(
         measurements=measurements,
         costs=near,
         load=load,
-        first=missing_costs(subject) if near.is_estimate else None,
+        first=missing_costs(subject, options.profile) if near.is_estimate else None,
         assumptions=tuple(assumptions_of(subject, tuning, near, load, accepted)),
         latencies=_latencies(tuning, load, reads),
         notes=(*load.notes, *tuning.notes, *([] if load.traffic.has_prompts else [MIXED_STAY])),
