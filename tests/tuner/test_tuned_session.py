@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -12,17 +13,20 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.spec_of import DerivedSpec
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import BatchCount, EagerCost, Observation
 from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner_tuner.tuning.judgement import TuneVerdict
 from capture_planner_tuner.tuning.session import (
     PLAIN_MODEL,
     TuneOptions,
     TuneResult,
+    TuneSubject,
     churn_between,
     costs_of,
     engine_subject,
@@ -31,10 +35,10 @@ from capture_planner_tuner.tuning.session import (
     observed_subject,
     tuned,
 )
-from capture_planner_tuner.tuning.tune import MORE
-from support.commands import PLAN
+from capture_planner_tuner.tuning.tune import MORE, Tuning, TuningBounds
+from support.commands import PLAN, SPEC
 from support.observing import observation_of
-from support.tuning import MODEL, profile
+from support.tuning import MODEL, profile, vllm_log
 
 H200 = find_environment("h200")
 EAGLE = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}'
@@ -194,6 +198,44 @@ def test_a_profile_wins_over_what_was_observed_and_is_named_as_the_reason() -> N
     near = costs_of(subject, replace(other, model=replace(MODEL, name="my/model")), "mine")
     assert near.is_estimate
     assert "by the costs of another deployment" in missing_costs(subject, near.profile)
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuning]:
+    """Return what a tuning of decodes of up to 63 requests finds within bounds."""
+    log = tmp_path_factory.mktemp("load") / "vllm.log"
+    log.write_text(vllm_log(6000, range(1, 64)), "utf-8")
+    subject = engine_subject("vllm", [MODEL.name, "--max-num-seqs", "64"], H200)
+
+    def found(**bounds: float) -> Tuning:
+        return tuned(subject, TuneOptions(sources=(str(log),), profile=profile(), profile_name="mine", **bounds)).tuning  # type: ignore[arg-type]
+
+    return found
+
+
+@pytest.mark.parametrize("bound", [{"memory": 40 << 20}, {"seconds": 0.61}])
+def test_what_more_buys_is_found_whatever_the_bound(bound: dict[str, float], bounded: Callable[..., Tuning]) -> None:
+    """Memory or time for two graphs: the same table as of two graphs, and the same gain beyond."""
+    by_graphs, found = bounded(graphs=2), bounded(**bound)
+    assert found.proposed == by_graphs.proposed
+    assert found.beyond is not None
+    assert found.beyond == attrs.evolve(by_graphs.beyond, bounds=found.beyond.bounds)
+    (given,) = bound
+    name = {"memory": "memory_mib", "seconds": "seconds"}[given]
+    assert found.beyond.bounds == TuningBounds(**{name: getattr(found.proposed, name) + getattr(found.beyond, name)})
+
+
+def test_options_of_measured_sizes_are_kept(tmp_path: Path) -> None:
+    """A spec that someone wrote bounds the slowdown of any step: the tuned one does."""
+    spec = codec.load_spec(SPEC)
+    sizes = Sizes(policy=Policy.MEASURED, traffic="t", profile="p", objective="p99", max_slowdown=0.05, max_reqs=8)
+    today = emulation_of(codec.load_plan(PLAN))
+    derived = DerivedSpec(spec=replace(spec, sizes=sizes))
+    subject = TuneSubject(name="spec.yaml", today=today, environment=H200, derived=derived)
+    log = tmp_path / "vllm.log"
+    log.write_text(vllm_log(100, (1, 2)), "utf-8")
+    own = tuned(subject, TuneOptions(sources=(str(log),))).spec.sizes
+    assert own == replace(sizes, traffic="traffic.yaml", profile="profile.yaml")
 
 
 def test_little_more_traffic_changes_little() -> None:

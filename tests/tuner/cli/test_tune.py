@@ -184,6 +184,18 @@ def test_budgets_are_kept(call: Run, document: Any) -> None:
         assert data["verdict"] == "change"
 
 
+@pytest.mark.parametrize("machine", ["h200", "h100"])
+def test_budgets_of_a_spec_may_have_shares(call: Run, machine: str) -> None:
+    """A quarter of the graphs for mixed batches; by costs of another machine today's graphs are kept besides."""
+    file = Path(_spec(call))
+    shares = "budget: {max_graphs: 12, graphs: {mixed: 0.25}}\n"
+    file.write_text(file.read_text("utf-8").replace("speculative: {method: eagle3, num_tokens: 3}\n", shares), "utf-8")
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5, 8), longest=40), "utf-8")
+    data = tuned(call, file.name, *LOAD, "-e", machine)
+    assert data["estimate"] is (machine == "h100")
+    assert data["proposed"]["graphs"] <= 12
+
+
 def test_drafters_count_and_what_is_assumed_comes_last(call: Run) -> None:
     """Without figures of acceptance, time per token rests on an assumption: in the last section and in the JSON."""
     Path("vllm.log").write_text(vllm_log(3600, (3, 5, 9), width=4, longest=20), "utf-8")

@@ -59,6 +59,7 @@ from capture_planner_tuner.tuning.tune import (
     TuningBounds,
     finding_key,
     tune,
+    unbounded,
     with_todays,
 )
 
@@ -505,14 +506,14 @@ def tuned(
         usual=_usual(spec, environment, backends),
     )
 
-    def chosen(count: int, kept: TuningBounds | None, by: Measurements = measurements) -> tuple[Spec, Plan]:
+    def chosen(count: int, kept: TuningBounds, by: Measurements = measurements) -> tuple[Spec, Plan]:
         own = _within(spec, count, kept)
         plan = make_plan(own, environment, backends, by)
         # A plan that would remove graphs without evidence keeps today's graphs as well.
         more = with_todays(own, plan, subject.today, case.evidence)
         return (own, plan) if more is None else (more, make_plan(more, environment, backends, by))
 
-    def propose(count: int, kept: TuningBounds | None) -> Plan:
+    def propose(count: int, kept: TuningBounds) -> Plan:
         return chosen(count, kept)[1]
 
     # Without a budget graphs may take so much, if that pays.
@@ -571,6 +572,7 @@ def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) 
         traffic=TRAFFIC_FILE,
         profile=PROFILE_FILE,
         objective=None if objective == "mean" else objective,
+        max_slowdown=old.max_slowdown,
     )
     bounds = {"max_graphs": options.graphs, "memory": options.memory, "seconds": options.seconds}
     stated = {name: value for name, value in bounds.items() if value is not None}
@@ -581,11 +583,9 @@ def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) 
 
 def _usual(spec: Spec, environment: Environment, backends: Registry) -> frozenset[FindingKey]:
     """Return what ``check`` warns of whatever the sizes are: of the policy default without a budget."""
-    budget = replace(spec.budget, max_graphs=None, memory=None, seconds=None)
+    free = replace(spec, sizes=Sizes(), budget=unbounded(spec.budget))
     try:
-        return frozenset(
-            map(finding_key, lint(make_plan(replace(spec, sizes=Sizes(), budget=budget), environment, backends)))
-        )
+        return frozenset(map(finding_key, lint(make_plan(free, environment, backends))))
     # Then each warning counts against a table.
     except PlanningError:
         return frozenset()
@@ -599,14 +599,11 @@ def _bounds(budget: Budget) -> TuningBounds | None:
     return TuningBounds(graphs=budget.max_graphs, memory_mib=memory, seconds=budget.seconds)
 
 
-def _within(spec: Spec, count: int, kept: TuningBounds | None) -> Spec:
+def _within(spec: Spec, count: int, kept: TuningBounds) -> Spec:
     """Return the spec with a budget of so many graphs, and of the memory and time that are kept to."""
-    budget = replace(spec.budget, max_graphs=count)
-    if kept is not None:
-        # Rounded up: a table of just that memory must still fit.
-        memory = None if kept.memory_mib is None else math.ceil(kept.memory_mib * MIB)
-        budget = replace(budget, memory=memory, seconds=kept.seconds or None)
-    return replace(spec, budget=budget)
+    # Rounded up: a table of just that memory must still fit.
+    memory = None if kept.memory_mib is None else math.ceil(kept.memory_mib * MIB)
+    return replace(spec, budget=replace(spec.budget, max_graphs=count, memory=memory, seconds=kept.seconds or None))
 
 
 def _of_profile(problem: Problem, file: str) -> Problem:

@@ -21,7 +21,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, extra_slots, kind_of, split_when
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Roles, Sizes, Spec
+from capture_planner.records.spec import Budget, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner_tuner.tuning.judgement import (
     LEAST_LINES,
@@ -202,10 +202,15 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, evidence: Evidence) ->
         role: explicit_sizes(graph for graph in (*own.graphs, *kept_graphs) if graph.role is role) for role in own.modes
     }
     roles = {role.value: replace(spec.roles.of(role), sizes=sizes.get(role)) for role in Role if role.is_drafter}
-    # Today's graphs run already, so a budget for new ones does not bound them.
-    budget = replace(spec.budget, max_graphs=None, memory=None, seconds=None)
     target = sizes[Role.TARGET] or Sizes()
+    # Today's graphs run already, so a budget for new ones does not bound them.
+    budget = unbounded(spec.budget)
     return replace(spec, sizes=target, roles=Roles(target=spec.roles.target, **roles), budget=budget)
+
+
+def unbounded(budget: Budget) -> Budget:
+    """Return the costs of graphs of a budget, without its bounds."""
+    return Budget(memory_per_graph=budget.memory_per_graph, seconds_per_graph=budget.seconds_per_graph)
 
 
 GRAPH = 0.001
@@ -251,7 +256,7 @@ class TuningBounds:
         )
 
 
-Propose = Callable[[int, TuningBounds | None], Plan]
+Propose = Callable[[int, TuningBounds], Plan]
 """From a number of graphs, and bounds for their memory and time, to the plan that is best within both."""
 
 
@@ -284,7 +289,7 @@ class Candidate:
     pricing: Pricing
     chosen: SideFigures
     """On the steps that it was chosen by."""
-    kept: TuningBounds | None
+    kept: TuningBounds
 
     @property
     def reach(self) -> int:
@@ -332,7 +337,7 @@ class TableSearch:
         self.before = case.judged(self.present, case.judging)
         self.doubled = shifted(case.chosen, case.today)
         self._present_doubled = case.judged(self.present, self.doubled)
-        self._made: dict[tuple[int, TuningBounds | None], Candidate] = {}
+        self._made: dict[tuple[int, TuningBounds], Candidate] = {}
         self._obstacles: dict[Pricing, tuple[str, ...]] = {}
         self.refused: list[str] = []
         """Reasons why faster tables are not proposed."""
@@ -343,18 +348,10 @@ class TableSearch:
         """Return the figures of a table over the steps that judge."""
         return self.case.judged(each.pricing, self.case.judging)
 
-    def candidate(self, count: int, bounds: TuningBounds | None) -> Candidate:
+    def candidate(self, count: int, bounds: TuningBounds) -> Candidate:
         """Return the best table of at most so many graphs within bounds; raises ``BudgetError``."""
-        if bounds is None:
-            return self._candidate(count, None)
-        # A table without bounds that is within them anyway is the best within them: no need to plan again.
-        free = self._made.get((count, None))
-        if free is not None and bounds.hold(free.chosen):
-            return free
         # `count` bounds the graphs: bounds that differ in their number alone share a table.
-        return self._candidate(count, attrs.evolve(bounds, graphs=None))
-
-    def _candidate(self, count: int, kept: TuningBounds | None) -> Candidate:
+        kept = attrs.evolve(bounds, graphs=None)
         if (count, kept) not in self._made:
             plan = self.propose(count, kept)
             # Several budgets may give one plan, and judging takes longer than comparing.
@@ -501,7 +498,7 @@ class TableSearch:
         best, count = None, self.most(TuningBounds())
         while count >= 1:
             try:
-                free = self.candidate(count, None)
+                free = self.candidate(count, TuningBounds())
             except BudgetError:
                 break
             enough = free.chosen.objective < against.objective * (1 - MORE)
@@ -571,8 +568,8 @@ class Tuning:
     judging: Mapping[Batch, int] = attrs.field(factory=dict, repr=False)
     max_graphs: int | None = None
     """The number of graphs with which it was planned."""
-    kept: TuningBounds | None = None
-    """The memory and the time of capture with which it was planned; None: those that ``propose`` keeps to by itself."""
+    kept: TuningBounds = TuningBounds()
+    """The memory and the time of capture with which it was planned."""
     noise: Noise | None = None
     """In the difference of the two sides by the objective."""
     shift: ShiftRegret | None = None
@@ -602,7 +599,7 @@ def tune(
     than ``MORE``. With costs that are not this deployment's own, no batch at all loses its graph.
 
     :param propose: chooses by the same objective.
-    :param bounds: what ``propose`` keeps to; None: the number, the memory and the time of capture of today's graphs.
+    :param bounds: what the user gives; None: the number, the memory and the time of capture of today's graphs.
         Where that takes twice ``MORE`` off a step, ``room`` for as many graphs, and where that does again,
         for more.
     :param room: what graphs may take if that pays; None: anything.
