@@ -26,6 +26,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner_tuner.tuning.judgement import (
     LEAST_LINES,
@@ -264,6 +265,15 @@ def test_too_few_steps_promise_nothing() -> None:
     assert tuned(SPEC, enough, profile_for(SPEC)).verdict is not TuneVerdict.TOO_LITTLE_DATA
 
 
+def test_steps_to_judge_on_alone_promise_nothing() -> None:
+    """All steps before them are beyond the limits: no sizes can be chosen."""
+    today = emulation_of(planned(SPEC))
+    case = TuneCase(today=today, costs=Costs(profile()), chosen={}, judging=steps_of(DECODES, SPEC).counts)
+    found = tune(case, lambda count, _: planned(SPEC, count))
+    assert found.verdict is TuneVerdict.TOO_LITTLE_DATA
+    assert "no step to choose sizes by is within the limits" in found.reason
+
+
 def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
     """Today's 52 graphs exceed 4, whatever they gain."""
     every = Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(range(1, 13)), num_tokens=tuple(range(1, 41)))
@@ -334,11 +344,12 @@ def test_what_more_memory_buys_is_known_where_a_budget_hides_it() -> None:
     assert found.beyond.bounds.memory_mib > found.today.memory_mib
 
 
-def test_few_lines_promise_nothing_however_many_steps_they_stand_for() -> None:
-    """SGLang logs one decode in 40: what counts is how many were seen."""
-    found = tuned(SPEC, DECODES, profile_for(SPEC), evidence=Evidence(lines=LEAST_LINES - 1))
+@pytest.mark.parametrize("lines", [0, 1, LEAST_LINES - 1])
+def test_few_lines_promise_nothing_however_many_steps_they_stand_for(lines: int) -> None:
+    """SGLang logs one decode in 40: what counts is how many were seen; part of a line may be rounded to none."""
+    found = tuned(SPEC, DECODES, profile_for(SPEC), evidence=Evidence(lines=lines))
     assert found.verdict is TuneVerdict.TOO_LITTLE_DATA
-    assert f"{LEAST_LINES - 1} lines" in found.reason
+    assert f"{counted(lines, 'line')} to judge on" in found.reason
     assert tuned(SPEC, DECODES, profile_for(SPEC), evidence=Evidence(lines=LEAST_LINES)).today is not None
 
 

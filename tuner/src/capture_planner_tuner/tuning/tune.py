@@ -605,25 +605,24 @@ def tune(
     :param room: what graphs may take if that pays; None: anything.
     :raises PlanningError: the profile has no times of a role.
     """
-    today, costs, evidence, total = case.today, case.costs, case.evidence, sum(case.judging.values())
+    today, costs, evidence = case.today, case.costs, case.evidence
     found = Tuning(
         verdict=TuneVerdict.TOO_LITTLE_DATA,
-        reason=_too_little(total, evidence.lines),
+        reason=_too_little(case),
         today=None,
         proposed=None,
         is_estimate=evidence.is_estimate,
         objective=case.objective,
     )
     # Before any table is planned: no figure of so few steps can be held to.
-    if total < LEAST_STEPS or (evidence.lines or LEAST_LINES) < LEAST_LINES:
+    if found.reason:
         return found
-    before = case.judged(Pricing(today, costs), case.judging)
+    search = TableSearch(case, propose, progress)
+    past, before = search.past, search.before
     kept = attrs.evolve(found, verdict=TuneVerdict.KEEP, today=before, proposed=before, judging=case.judging)
     # Graphs that are turned off on purpose are not for sizes to turn on.
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
         return attrs.evolve(kept, reason="graphs are turned off, so no sizes are chosen; allow them, and tune again")
-    search = TableSearch(case, propose, progress)
-    past = search.past
     # Not 0 graphs, which `most` would read as no bound.
     own = TuningBounds(graphs=max(len(today.graphs), 1), memory_mib=before.memory_mib, seconds=before.seconds)
     wide = _wider(room or TuningBounds(), own)
@@ -666,13 +665,17 @@ def tune(
     )
 
 
-def _too_little(steps: int, lines: int | None) -> str:
-    if lines is not None and lines < LEAST_LINES and steps >= LEAST_STEPS:
+def _too_little(case: TuneCase) -> str:
+    """Return why there is too little data to promise anything, in a sentence; empty: there is enough."""
+    steps, lines = sum(case.judging.values()), case.evidence.lines
+    if steps < LEAST_STEPS:
+        return f"{counted(steps, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
+    if lines is not None and lines < LEAST_LINES:
         return (
             f"{counted(lines, 'line')} to judge on, which stand for {counted(steps, 'step')}; below {LEAST_LINES:,} "
             "nothing is promised"
         )
-    return f"{counted(steps, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
+    return "" if case.chosen else "no step to choose sizes by is within the limits; give traffic of this deployment"
 
 
 def _change(before: SideFigures, after: SideFigures, objective: str) -> str:
