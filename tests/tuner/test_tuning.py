@@ -19,7 +19,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import replace
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
@@ -381,6 +381,23 @@ def test_noise_is_the_same_each_time(load: Traffic, sizes: Sizes) -> None:
     assert first.low is not None
     assert first.high is not None
     assert first.low - 1e-9 <= gain <= first.high + 1e-9
+
+
+@given(
+    st.sampled_from((None, ((1, 4, 3), (5, 64, 1)), ((1, 64, 3),))), st.integers(8, 256), st.integers(1, 64), st.data()
+)
+def test_twice_the_load_is_of_decodes_that_can_run(
+    schedule: tuple[tuple[int, int, int], ...] | None, tokens: int, requests: int, data: st.DataObject
+) -> None:
+    """A decode becomes the largest one of up to twice the requests, whatever bounds them, and none with fewer."""
+    speculative = None if schedule is None else Speculative(method=Method.EAGLE3, num_tokens=3, schedule=schedule)
+    limits = Limits(max_num_reqs=requests, max_num_tokens=tokens)
+    side = emulation_of(planned(replace(SPEC, limits=limits, speculative=speculative)))
+    runs = {n: family.query_len for family in side.families(Role.TARGET) for n in range(1, 65) if n in family.requests}
+    n = data.draw(st.sampled_from(sorted(runs)))
+    (found,) = shifted({Batch.decode(Role.TARGET, n, runs[n]): 7}, side).items()
+    most = max(each for each in runs if each <= 2 * n)
+    assert found == (Batch.decode(Role.TARGET, most, runs[most]), 7)
 
 
 QUIET = Noise(measuring=0.0, sampling=0.0)

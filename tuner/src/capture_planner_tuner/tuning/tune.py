@@ -148,22 +148,21 @@ def _class(lost: Lost) -> tuple[object, ...]:
 def shifted(steps: Mapping[Batch, int], deployment: Emulation) -> dict[Batch, int]:
     """Return the steps under twice the load: each batch has twice the requests and, with prompts, twice the tokens.
 
-    Both end at the limits of the deployment. Decodes have as many tokens as the schedule gives so many requests.
+    Both end at the limits of the deployment. Decodes have as many tokens as the schedule gives so many requests, and at
+    most as many requests as run together.
     """
     limits, families = deployment.limits, deployment.families(Role.TARGET)
     found: dict[Batch, int] = {}
     for batch, count in steps.items():
         requests = min(2 * batch.num_reqs, limits.max_num_reqs)
-        decodes = (
-            Batch.decode(Role.TARGET, requests, family.query_len, min(batch.active_loras, requests))
-            for family in families
-            if requests in family.requests
-        )
-        own = next(decodes, None) if kind_of(batch, families) is Kind.DECODE else None
-        if own is None:
+        if kind_of(batch, families) is Kind.DECODE:
+            most = ((family.requests.upto_count(requests), family.query_len) for family in families)
+            number, width = max((number, width) for number, width in most if number is not None)
+            own = Batch.decode(Role.TARGET, number, width, batch.active_loras)
+        else:
             # A drafter may need rows of its own in the same batch, which bound the target's tokens.
-            most = limits.max_num_tokens - requests * extra_slots(deployment)
-            tokens = max(min(2 * batch.num_tokens, most), batch.num_tokens)
+            room = limits.max_num_tokens - requests * extra_slots(deployment)
+            tokens = max(min(2 * batch.num_tokens, room), batch.num_tokens)
             own = attrs.evolve(batch, num_reqs=min(requests, tokens), num_tokens=tokens, query_len=None)
         found[own] = found.get(own, 0) + count
     return found
