@@ -7,6 +7,8 @@ from pathlib import Path
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.analysis.lint import Severity, lint
@@ -17,6 +19,7 @@ from capture_planner.engines.spec_of import DerivedSpec
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
+from capture_planner.records.model import Method, Speculative
 from capture_planner.records.observation import BatchCount, EagerCost, Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Policy, Sizes
@@ -27,6 +30,7 @@ from capture_planner_tuner.tuning.session import (
     TuneOptions,
     TuneResult,
     TuneSubject,
+    accepted_of,
     churn_between,
     costs_of,
     engine_subject,
@@ -236,6 +240,42 @@ def test_options_of_measured_sizes_are_kept(tmp_path: Path) -> None:
     log.write_text(vllm_log(100, (1, 2)), "utf-8")
     own = tuned(subject, TuneOptions(sources=(str(log),))).spec.sizes
     assert own == replace(sizes, traffic="traffic.yaml", profile="profile.yaml")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=6),
+    st.integers(1, 6),
+    st.lists(st.floats(0, 1), max_size=6).map(lambda shares: tuple(sorted(shares, reverse=True))),
+)
+def test_accepted_drafts_are_those_that_the_deployment_makes(
+    counts: list[tuple[int, int]], most: int, shares: tuple[float, ...]
+) -> None:
+    """By request and step: positions beyond its own count nothing, and none counts more than once."""
+    drafted = tuple(sorted((each for each, _ in counts), reverse=True))
+    accepted = tuple(each for _, each in counts)
+    batch = TrafficCount(role=Role.TARGET, num_reqs=1, num_tokens=1, count=1)
+    load = Traffic(sources=("x",), batches=(batch,), drafted=drafted, accepted=accepted)
+    drafter = Speculative(method=Method.EAGLE3, num_tokens=most, acceptance=shares[:most])
+    assert accepted_of(load, None) is None
+    found = accepted_of(load, drafter)
+    if drafted and drafted[0]:
+        assert found == pytest.approx(
+            sum(min(drafted[i], accepted[i]) for i in range(min(most, len(counts)))) / drafted[0]
+        )
+        assert 0 <= found <= most
+    else:
+        assert found == (sum(shares[:most]) if shares else None)
+
+
+def test_drafts_of_other_traffic_give_no_tokens_without_a_drafter(tmp_path: Path) -> None:
+    """A request waits the whole step for its token."""
+    batch = TrafficCount(role=Role.TARGET, num_reqs=4, num_tokens=4, query_len=1, past_prompt=True, count=4000)
+    load = Traffic(sources=("x",), drafted=(4000, 4000), accepted=(3200, 2400), batches=(batch,))
+    codec.write(tmp_path / "load.yaml", codec.dumps(load))
+    subject = engine_subject("vllm", [MODEL.name, "--max-num-seqs", "16"], H200)
+    today = tuned(subject, TuneOptions(sources=(str(tmp_path / "load.yaml"),), profile=profile())).tuning.today
+    assert today is not None
+    assert today.token_ms == today.gap_ms
 
 
 def test_little_more_traffic_changes_little() -> None:

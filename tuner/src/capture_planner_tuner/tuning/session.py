@@ -332,15 +332,15 @@ def _strange(traffic: Traffic, deployment: Emulation) -> list[str]:
 def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | None:
     """Return the drafts that a request gets accepted in a step, on average: by the traffic, or else by the spec.
 
-    None where neither says.
+    None where neither says, and without a drafter, whatever the traffic is of.
     """
-    shares = [
-        accepted / drafted for drafted, accepted in zip(traffic.drafted, traffic.accepted, strict=False) if drafted
-    ]
-    # What was measured on the load wins over what the spec expects.
-    if not shares and speculative is not None:
-        shares = list(speculative.acceptance[: speculative.num_tokens])
-    return sum(shares) if shares else None
+    if speculative is None:
+        return None
+    # What was measured on the load wins over what the spec expects. Later positions are not drafted in every step.
+    if any(traffic.drafted[:1]):
+        counts = list(zip(traffic.drafted, traffic.accepted, strict=False))[: speculative.num_tokens]
+        return sum(min(pair) for pair in counts) / traffic.drafted[0]
+    return sum(speculative.acceptance[: speculative.num_tokens]) if speculative.acceptance else None
 
 
 MIB = 1 << 20
