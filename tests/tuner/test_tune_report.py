@@ -19,9 +19,9 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner_tuner.report.tune import mode_of, tune_report
+from capture_planner_tuner.report.tune import beyond_of, mode_of, tune_report
 from capture_planner_tuner.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
-from capture_planner_tuner.tuning.tune import TuneCase, tune
+from capture_planner_tuner.tuning.tune import Beyond, TuneCase, TuningBounds, tune
 from support.tuning import MODEL, profile
 
 pytest.importorskip("matplotlib", reason="pages need matplotlib, which is not installed")
@@ -104,6 +104,24 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "graphs", "seconds", "says"),
+    [
+        (120.0, 12, 0.64, ("with 120 MiB more", "12 graphs more and 0.6 s more of start-up")),
+        (-4400.0, -3, -1.5, ("with 4,400 MiB less", "3 graphs fewer and 1.5 s less of start-up")),
+        (0.0, 0, 0.0, ("with 0 MiB more", "0 graphs more and 0.0 s more of start-up")),
+    ],
+)
+def test_what_more_buys_may_take_less_of_something(
+    report: TuneResult, memory: float, graphs: int, seconds: float, says: tuple[str, str]
+) -> None:
+    """A price has no sign; one that does not change is the proposal's, not today's."""
+    beyond = Beyond(gain=0.05, graphs=graphs, memory_mib=memory, seconds=seconds, bounds=TuningBounds(graphs=7))
+    (line,) = beyond_of(attrs.evolve(report, tuning=attrs.evolve(report.tuning, beyond=beyond)))
+    assert line.startswith(f"{says[0]}, the mean step takes 5% less")
+    assert f"with {says[1]}; give --max-graphs 7." in line
 
 
 @pytest.mark.parametrize("mode", GraphMode)

@@ -88,11 +88,12 @@ def _room(result: TuneResult, mib: float) -> str:
 
 
 def _than(change: float, form: str, less: str = "less") -> str:
-    text = form.format(abs(change))
     # Compared as written: a change below the last digit is none.
-    if text == form.format(0):
-        return "as today"
-    return f"{text} {'more' if change > 0 else less}"
+    return "as today" if form.format(abs(change)) == form.format(0) else _more(change, form, less)
+
+
+def _more(change: float, form: str, less: str = "less") -> str:
+    return f"{form.format(abs(change))} {less if change < 0 else 'more'}"
 
 
 def beyond_of(result: TuneResult) -> Iterator[str]:
@@ -103,9 +104,9 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
         room = _room(result, beyond.memory_mib)
         than = "" if tuning.plan is None else " than the proposal"
         yield (
-            f"with {beyond.memory_mib:,.0f} MiB more{room}, the {subject_of(tuning.objective)} takes {beyond.gain:.0%} "
-            f"less{than}, with {_than(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
-            f"{_than(beyond.seconds, '{:.1f} s')} of start-up; give {' '.join(flags_of(beyond))}."
+            f"with {_more(beyond.memory_mib, '{:,.0f} MiB')}{room}, the {subject_of(tuning.objective)} takes "
+            f"{beyond.gain:.0%} less{than}, with {_more(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
+            f"{_more(beyond.seconds, '{:.1f} s')} of start-up; give {' '.join(flags_of(beyond))}."
         )
     elif (
         proposed is not None
@@ -219,7 +220,7 @@ def _point(point: ParetoPoint) -> dict[str, Any]:
 
 
 @json_of(Beyond)
-def _more(beyond: Beyond) -> dict[str, Any]:
+def _beyond(beyond: Beyond) -> dict[str, Any]:
     names = ("gain", "graphs", "memory_mib", "seconds")
     figures = {name: _digits(value) for name, value in plain_some(beyond, *names).items()}
     return figures | {"flags": list(flags_of(beyond))}
