@@ -166,6 +166,22 @@ def test_costs_without_eager_times_are_an_estimate(role: Role) -> None:
     assert "seen.yaml lacks times of graphs, or of steps without one" in missing_costs(subject)
 
 
+@pytest.mark.parametrize("role", Role)
+def test_costs_without_what_capturing_takes_are_an_estimate(role: Role, tmp_path: Path) -> None:
+    """Of an observer that saw no capture: memory and start-up of no table could be told."""
+    seen = observed(None)
+    roles = [
+        replace(each, graphs=tuple(attrs.evolve(graph, seconds=None, mib=None) for graph in each.graphs))
+        if each.role is role
+        else each
+        for each in seen.roles
+    ]
+    found = tuning_of(replace(seen, roles=tuple(roles), graph_mib=None), tmp_path)
+    assert found.tuning.is_estimate
+    assert found.first is not None
+    assert "lacks times of graphs, or of steps without one, or what capturing took" in found.first
+
+
 def test_a_model_is_never_described_by_the_profile() -> None:
     """Of a model that is not known here, dimensions are the plain ones, whatever profile is nearest."""
     subject = engine_subject("vllm", ["some/unknown-model", "--max-num-seqs", "8"], H200)

@@ -190,7 +190,7 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
 
 
 def _observed(subject: TuneSubject) -> Profile | None:
-    """Return the costs of an observation; None where it has none, or none of steps without a graph."""
+    """Return the costs of an observation; None where it lacks those of a role's graphs, or of steps without one."""
     observation = subject.observation
     if observation is None or observation.device not in (None, subject.environment.device.name):
         return None
@@ -200,8 +200,9 @@ def _observed(subject: TuneSubject) -> Profile | None:
         return None
     # Under a plan with graphs for all batches, only a profile at the start times steps without one.
     eager = {curve.role for curve in profile.curves if curve.mode is GraphMode.NONE}
-    mixed = {Role.TARGET, Role.DRAFT_PREFILL} & subject.today.modes.keys()
-    return profile if eager >= mixed else None
+    modes = subject.today.modes
+    captured = {cost.role for cost in profile.graphs} >= {role for role, mode in modes.items() if mode.allowed}
+    return profile if captured and eager >= {Role.TARGET, Role.DRAFT_PREFILL} & modes.keys() else None
 
 
 def _foreign(profile: Profile, subject: TuneSubject) -> float:
@@ -226,7 +227,7 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
     seen = subject.observation is not None
     why = " by the costs of another deployment"
     if seen and given is None:
-        why = f": {subject.file} lacks times of graphs, or of steps without one"
+        why = f": {subject.file} lacks times of graphs, or of steps without one, or what capturing took"
     command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
     return (
         f"this is an estimate{why}; for a promise, start the engine once with CAPTURE_PLANNER_PROFILE=1 "
