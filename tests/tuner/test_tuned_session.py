@@ -182,6 +182,21 @@ def test_costs_without_what_capturing_takes_are_an_estimate(role: Role, tmp_path
     assert "lacks times of graphs, or of steps without one, or what capturing took" in found.first
 
 
+@pytest.mark.parametrize(("active", "said"), [((0, 0), True), ((2, 1), False), ((0, 1), False)])
+def test_adapters_are_assumed_only_where_no_step_has_any(active: tuple[int, int], said: bool, tmp_path: Path) -> None:
+    """Traffic of an observation counts them; a log does not."""
+    batches = tuple(
+        TrafficCount(
+            role=Role.TARGET, num_reqs=n, num_tokens=n, query_len=1, past_prompt=True, active_loras=loras, count=1000
+        )
+        for n, loras in zip((4, 6), active, strict=True)
+    )
+    codec.write(tmp_path / "load.yaml", codec.dumps(Traffic(sources=("x",), batches=batches)))
+    subject = engine_subject("vllm", [MODEL.name, "--max-num-seqs", "8", "--enable-lora", "--max-loras", "2"], H200)
+    found = tuned(subject, TuneOptions(sources=(str(tmp_path / "load.yaml"),), profile=profile()))
+    assert any("what adapters are active" in each for each in found.assumptions) is said
+
+
 def test_a_model_is_never_described_by_the_profile() -> None:
     """Of a model that is not known here, dimensions are the plain ones, whatever profile is nearest."""
     subject = engine_subject("vllm", ["some/unknown-model", "--max-num-seqs", "8"], H200)

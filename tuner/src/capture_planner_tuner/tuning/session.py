@@ -675,7 +675,7 @@ def assumptions_of(
         says = "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
         weighed.append((0.3, says))
     today = subject.today
-    if today.lora is not None:
+    if today.lora is not None and not any(batch.active_loras for batch in load.judged.counts):
         weighed.append((0.1, "neither traffic nor profile says what adapters are active; steps count as without any"))
     if today.speculative is not None and accepted is None:
         weighed.append((0.0, "the traffic has no acceptance of drafts; a step counts as one token of each request"))
