@@ -20,8 +20,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.measuring.fits import predict_graphs
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, passes_of
-from capture_planner.planning.percentiles import percentile
+from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, Steps, passes_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import DecodeFamily, kind_of
@@ -153,8 +152,7 @@ def judged(
 
 def _at(pricing: Pricing, weights: Mapping[Batch, int], percent: float) -> StepCost:
     """Return the step within whose time so many of the steps end, each with its weight."""
-    steps = ((pricing.step(batch), weight) for batch, weight in weights.items())
-    return percentile(sorted(steps, key=lambda each: each[0].milliseconds), percent)
+    return pricing.step(Steps(weights).percentile(percent, lambda batch: pricing.step(batch).milliseconds))
 
 
 SPREAD = 0.02

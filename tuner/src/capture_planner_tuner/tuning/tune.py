@@ -244,15 +244,13 @@ class TuningBounds:
 
     def hold(self, side: SideFigures) -> bool:
         """Return whether a side is within all bounds."""
+        return self.exceeded(side) == TuningBounds()
+
+    def exceeded(self, side: SideFigures) -> TuningBounds:
+        """Return the figures of a side that are beyond these bounds."""
+        sides = ((name, getattr(side, name), most) for name, most in attrs.asdict(self).items() if most is not None)
         # A bound that is another side's own figure must hold for the same figure.
-        return all(
-            most is None or value <= most * (1 + 1e-9)
-            for value, most in (
-                (side.graphs, self.graphs),
-                (side.memory_mib, self.memory_mib),
-                (side.seconds, self.seconds),
-            )
-        )
+        return TuningBounds(**{name: value for name, value, most in sides if value > most * (1 + 1e-9)})
 
 
 Propose = Callable[[int, TuningBounds], Plan]
@@ -515,11 +513,7 @@ class TableSearch:
             graphs=side.graphs - against.graphs,
             memory_mib=side.memory_mib - against.memory_mib,
             seconds=side.seconds - against.seconds,
-            bounds=TuningBounds(
-                graphs=None if limits.graphs is None or side.graphs <= limits.graphs else side.graphs,
-                memory_mib=_beyond(side.memory_mib, limits.memory_mib),
-                seconds=_beyond(side.seconds, limits.seconds),
-            ),
+            bounds=limits.exceeded(side),
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -541,11 +535,6 @@ class TableSearch:
                 continue
             fastest[within] = each.chosen.rank
             yield ParetoPoint(side, within)
-
-
-def _beyond(value: float, most: float | None) -> float | None:
-    # With the tolerance of `TuningBounds.hold`.
-    return None if most is None or value <= most * (1 + 1e-9) else value
 
 
 @attrs.frozen(kw_only=True)
