@@ -153,7 +153,7 @@ class BudgetBounds:
             # What capturing takes once is spent before the first graph.
             base = self._costs.profile.base_seconds
             yield GraphBound(
-                limit=int((budget.seconds - base) * MICRO),
+                limit=round((budget.seconds - base) * MICRO),
                 path=("budget", "seconds"),
                 text=f"seconds {budget.seconds:g}",
                 # The search adds up what all sizes take alike, so each graph counts as its ladder's largest.
