@@ -20,7 +20,7 @@ from capture_planner_tuner.auto.decisions import (
     failed,
     start_record,
 )
-from capture_planner_tuner.auto.start import line_of, record_of
+from capture_planner_tuner.auto.start import LATEST_RUNS, line_of, record_of
 from capture_planner_tuner.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 
 NOW = "2026-11-24T12:00:00Z"
@@ -154,23 +154,31 @@ class Folder:
         self.runs: list[SeenRun] = []
         self.plans: set[str] = set()
 
+    def read(self, live: int | None = None) -> AutoHistory:
+        """Return what ``JournalFolder.read`` does: of the latest runs, also of those that left nothing."""
+        starts = {each.run: SeenRun(number=each.run) for each in self.journal if each.decision in STARTS}
+        latest = sorted({**starts, **{run.number: run for run in self.runs}}.items())[-LATEST_RUNS:]
+        runs = tuple(run for _, run in latest)
+        return AutoHistory(journal=tuple(self.journal), runs=runs, plans=frozenset(self.plans), live=live)
+
     def start(self, proposal: TuneProposal | None = None, key: DeploymentKey = KEYS[0]) -> StartDecision:
         """Decide, and write it down."""
-        seen = AutoHistory(journal=tuple(self.journal), runs=tuple(self.runs), plans=frozenset(self.plans))
-        first = decide(seen, key, NOW)
+        first = decide(self.read(), key, NOW)
         decision = conclude(first, proposal) if proposal is not None else first
         if decision.plan is not None:
             self.plans.add(decision.plan)
         self.journal += [*decision.findings, start_record(decision, key, NOW, None)]
         return decision
 
-    def end(self, decision: StartDecision, verdict: PromiseVerdict | None = None, steps: int = 5000) -> None:
-        """Let the engine serve, and end."""
-        self.journal.append(
-            JournalRecord(
+    def end(
+        self, decision: StartDecision, verdict: PromiseVerdict | None = None, steps: int = 5000, *, noted: bool = True
+    ) -> None:
+        """Let the engine serve, and end; where that is not ``noted``, its host was lost."""
+        if noted:
+            end = JournalRecord(
                 time=NOW, run=decision.run, decision=Event.END, plan=decision.plan, captured=True, exit_code=0
             )
-        )
+            self.journal.append(end)
         self.runs.append(
             SeenRun(
                 number=decision.run,
@@ -234,14 +242,35 @@ def test_plan_that_keeps_an_engine_from_starting_is_put_aside() -> None:
     assert "runs 2 and 3 ended before the engine had captured its graphs" in third.says
 
 
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from((None, PromiseVerdict.KEPT))), min_size=2, max_size=12))
+def test_runs_that_captured_never_put_their_plan_aside(runs: list[tuple[bool, PromiseVerdict | None]]) -> None:
+    """However many there are since, and whether or not anything says how they ended."""
+    folder = Folder()
+    folder.end(folder.start())
+    for noted, verdict in runs:
+        decision = folder.start(proposal_of(1))
+        assert decision.plan == plan_named(1), decision.says
+        folder.end(decision, verdict, noted=noted)
+
+
+def test_run_that_was_checked_had_captured() -> None:
+    """Also where the files of the runs were removed since."""
+    folder = Folder()
+    folder.end(folder.start())
+    for _ in range(2):
+        folder.end(folder.start(proposal_of(1)), PromiseVerdict.KEPT, noted=False)
+    folder.start()
+    folder.runs.clear()
+    assert folder.start().plan == plan_named(1)
+
+
 def test_run_that_may_be_going_on_proves_nothing() -> None:
     """A second launch reads a folder while the first one's engine starts."""
     folder = Folder()
     folder.end(folder.start())
     folder.start(proposal_of(1))
     folder.start()
-    seen = AutoHistory(journal=tuple(folder.journal), runs=tuple(folder.runs), plans=frozenset(folder.plans), live=3)
-    decision = decide(seen, KEYS[0], NOW)
+    decision = decide(folder.read(live=3), KEYS[0], NOW)
     assert (decision.plan, decision.findings) == (plan_named(1), ())
 
 

@@ -123,6 +123,16 @@ def test_plan_under_which_the_engine_crashes_is_put_aside(loop: Loop) -> None:
     assert loop.ran[-1] == "itself"
 
 
+def test_plan_of_runs_whose_end_nobody_wrote_down_stays(loop: Loop) -> None:
+    """As where the host is lost each time: they had captured, also those that are not read any more."""
+    journal = loop.folder / "journal.jsonl"
+    for _ in range(start.LATEST_RUNS + 4):
+        loop.start(GOOD)
+        kept = [each for each in loop.journal if each.decision not in (Event.END, Event.CHECK)]
+        journal.write_text("".join(map(start.line_of, kept)), "utf-8")
+    assert loop.ran == ["itself", *[stem(GOOD)] * (start.LATEST_RUNS + 3)]
+
+
 def test_exit_code_of_an_engine_that_fails_by_itself_is_passed_on(loop: Loop) -> None:
     """It is not started twice."""
     loop.engine.behave(itself={"crash": 3})

@@ -326,6 +326,11 @@ class AutoHistory:
         return tuple(each for each in self.journal if each.decision in (Event.CHECK, Event.PUT_ASIDE))
 
     @cached_property
+    def checked(self) -> frozenset[int]:
+        """Runs whose promises were checked."""
+        return frozenset(each.run for each in self.judged if each.decision is Event.CHECK)
+
+    @cached_property
     def aside(self) -> frozenset[str]:
         """Digests of the plans that were put aside, and of their graphs."""
         return digests_of(each for each in self.judged if each.decision is Event.PUT_ASIDE)
@@ -335,9 +340,10 @@ class AutoHistory:
         return (self.by_run[number] for number in numbers if number in self.by_run)
 
     def captured(self, number: int) -> bool:
-        """Whether the engine of a run captured its graphs."""
-        run, end = self.by_run.get(number), self.ends.get(number)
-        return (run is not None and run.captured) or (end is not None and end.captured)
+        """Whether the engine of a run captured its graphs, as far as anything of the run was read."""
+        known = [each for each in (self.by_run.get(number), self.ends.get(number)) if each is not None]
+        # Without an observation nothing could have been checked.
+        return not known or number in self.checked or any(each.captured for each in known)
 
     def is_of(self, number: int, start: DeploymentKey) -> bool:
         """Whether a run was of a deployment, as far as both are known."""
@@ -369,7 +375,7 @@ def findings_of(history: AutoHistory, now: str) -> Iterator[JournalRecord]:
             # One record is enough, however many runs were under the plan.
             aside |= digests_of([start])
         # A kept promise is written down once; too little data may still become a verdict.
-        elif not kept or any(each.run == number for each in history.judged if each.decision is Event.CHECK):
+        elif not kept or number in history.checked:
             continue
         yield JournalRecord(
             time=now,
