@@ -133,6 +133,28 @@ def test_plan_of_runs_whose_end_nobody_wrote_down_stays(loop: Loop) -> None:
     assert loop.ran == ["itself", *[stem(GOOD)] * (start.LATEST_RUNS + 3)]
 
 
+@pytest.mark.parametrize("code", [126, 127])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["program", "script"])
+def test_program_that_is_not_started_blames_no_plan(loop: Loop, code: int, wrapped: bool) -> None:
+    """However often it is missing, or no program, or a script around it says so."""
+    loop.start()
+    loop.start(GOOD)
+    program, aside = loop.engine.home / "bin" / "vllm", loop.engine.home / "aside"
+    program.rename(aside)
+    if wrapped or code == 126:
+        program.write_text(f"#!/bin/sh\nexit {code}\n", "utf-8")
+        program.chmod(0o755 if wrapped else 0o644)
+    for _ in range(2):
+        ran = loop.call("launch", "--auto", str(loop.folder), "--", *SERVE)
+        assert ran.code == code
+        assert ("activate its environment first" in ran.err) is not wrapped
+        end = loop.journal[-1]
+        assert (end.decision, end.exit_code, end.captured) == (Event.END, code, False)
+    aside.rename(program)
+    loop.start()
+    assert loop.ran == ["itself", stem(GOOD), stem(GOOD)]
+
+
 def test_exit_code_of_an_engine_that_fails_by_itself_is_passed_on(loop: Loop) -> None:
     """It is not started twice."""
     loop.engine.behave(itself={"crash": 3})

@@ -35,6 +35,9 @@ class Event(enum.Enum):
 
 STARTS = frozenset((Event.OBSERVE, Event.APPLY, Event.KEEP))
 
+NOT_STARTED = frozenset((126, 127))
+"""Exit codes that say that a program was not started, as a shell has them."""
+
 
 class PromiseVerdict(enum.Enum):
     """What became of a promise."""
@@ -73,3 +76,8 @@ class JournalRecord:
     captured: bool = field("of an end: the engine had captured its graphs", default=False)
     exit_code: ExitCode | None = field("of an end: the engine's exit code", default=None)
     interrupted: bool = field("of an end: a signal from outside ended it", default=False)
+
+    @property
+    def is_error(self) -> bool:
+        """Of an end: whether the engine started, and ended with an error by itself."""
+        return self.exit_code not in (None, 0, *NOT_STARTED) and not self.interrupted

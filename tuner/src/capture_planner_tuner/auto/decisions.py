@@ -399,16 +399,16 @@ def _fault(history: AutoHistory, number: int) -> str | None:
         if run is not None and run.facts is not None and run.plan is None:
             return "the engine ran by itself: its plugin did not apply the plan, and its log says why"
         return _ended_again(history, number)
-    if end is not None and end.exit_code and not end.interrupted:
+    if end is not None and end.is_error:
         return f"the engine ended with exit code {end.exit_code} before it had captured its graphs"
-    if end is not None and not end.exit_code and not end.interrupted:
-        return None  # such as --help
+    if end is not None and not end.interrupted:
+        return None  # such as --help, or a program that is not there
     before = _same_plan_before(history, start)
     # One start may fail for any reason, such as a port in use; two in a row under one plan are the plan's.
     if before is None or history.captured(before):
         return None
     earlier = history.ends.get(before)
-    if earlier is None or earlier.exit_code or earlier.interrupted:
+    if earlier is None or earlier.is_error or earlier.interrupted:
         return f"runs {before} and {number} ended before the engine had captured its graphs"
     return None
 
@@ -418,7 +418,7 @@ def _ended_again(history: AutoHistory, number: int) -> str | None:
 
     def errs(each: int) -> bool:
         end = history.ends.get(each)
-        return end is not None and bool(end.exit_code) and not end.interrupted
+        return end is not None and end.is_error
 
     before = _same_plan_before(history, history.starts[number])
     if before is None or not errs(number) or not errs(before):

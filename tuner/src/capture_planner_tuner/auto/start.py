@@ -29,7 +29,7 @@ from capture_planner.engines import engines
 from capture_planner.engines.command_line import started
 from capture_planner.engines.engine import Engine, spelled, without_flags
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED
-from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
+from capture_planner.errors import CapturePlannerError, EngineError, FlagError, InvalidValue
 from capture_planner.measuring.workers import read_workers
 from capture_planner.modes import Role
 from capture_planner.records._base import digest
@@ -50,7 +50,7 @@ from capture_planner_tuner.auto.decisions import (
     start_record,
 )
 from capture_planner_tuner.child import EngineEnd, run_marked
-from capture_planner_tuner.journal import STARTS, DeploymentKey, Event, JournalRecord
+from capture_planner_tuner.journal import NOT_STARTED, STARTS, DeploymentKey, Event, JournalRecord
 from capture_planner_tuner.launch_line import fitting_flags
 from capture_planner_tuner.promises import check_promise
 
@@ -292,8 +292,9 @@ class AutoLaunch:
         Raises ``EngineError`` where the program cannot be started.
         """
         ended, decision = self._ended(prepared), prepared.decision
-        # An engine that a signal ended, or that captured, says nothing against its plan; nor does exit code 0.
-        if decision is None or decision.plan is None or ended.captured or ended.interrupted or not ended.code:
+        # An engine that a signal ended, that captured, or that was not started, says nothing against its plan.
+        says_nothing = ended.captured or ended.interrupted or ended.code in (0, *NOT_STARTED)
+        if decision is None or decision.plan is None or says_nothing:
             return ended.code
         record, again = failed(decision, ended.code, _now())
         self._append([record])
@@ -379,7 +380,16 @@ class AutoLaunch:
         """Run an engine to its end, and write down how it ended."""
         # A plan or a folder of another launch around this one is none of this engine's.
         own = {name: value for name, value in os.environ.items() if name not in (PLAN, OBSERVE, PROFILE, STARTED)}
-        ended, decision = run_marked(prepared.words, {**own, **prepared.variables}), prepared.decision
+        try:
+            ended = run_marked(prepared.words, {**own, **prepared.variables})
+        except EngineError as error:
+            # Without an end, the plan would look as if it had kept the engine from starting.
+            self._noted(prepared.decision, EngineEnd(error.exit_code, captured=False, interrupted=False))
+            raise
+        return self._noted(prepared.decision, ended)
+
+    def _noted(self, decision: StartDecision | None, ended: EngineEnd) -> EngineEnd:
+        """Write down how an engine ended; return it with what its folder says."""
         if decision is None or not self.writes:
             return ended
         # A plugin that is older than the mark has observed all the same.
