@@ -11,7 +11,7 @@ from capture_planner.records.observation import BatchCount, Observation, Observe
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import Limits
 from capture_planner_tuner.journal import PromiseVerdict
-from capture_planner_tuner.promises import LEAST_STEPS, TOLERANCE, check_promise
+from capture_planner_tuner.promises import LEAST_SHARE, LEAST_STEPS, TOLERANCE, check_promise
 
 ENTRIES = (
     Entry(mode=GraphMode.PIECEWISE, num_tokens=2048),
@@ -59,13 +59,14 @@ def step(at: int, extent: int, steps: int, milliseconds: float | None) -> BatchC
     )
 
 
-def observed(*batches: BatchCount) -> Observation:
-    """Return an observation under the plan."""
+def observed(*batches: BatchCount, unlisted: int = 0) -> Observation:
+    """Return an observation under the plan, in which so many steps are of other shapes."""
     role = ObservedRole(
         role=Role.TARGET,
         mode=GraphMode.FULL_AND_PIECEWISE,
         graphs=tuple(ObservedGraph(entry=entry) for entry in ENTRIES),
         batches=batches,
+        other_batches=unlisted,
     )
     return Observation(
         engine="vllm",
@@ -127,6 +128,24 @@ def test_slower_than_without_the_plan_is_broken() -> None:
     checked = check_promise(promise, observed(*counts))
     assert checked.verdict is PromiseVerdict.BROKEN
     assert "11% more than the 17.00 ms that it takes without the plan" in checked.reason
+
+
+@given(steps=st.integers(LEAST_STEPS, 4000), unlisted=st.integers(0, 10**6))
+def test_steps_that_are_not_listed_are_steps(steps: int, unlisted: int) -> None:
+    """A promise that holds for a few of the steps is not kept."""
+    checked = check_promise(PROMISE, observed(step(0, 64, steps, 2.0), unlisted=unlisted))
+    assert checked.after is not None
+    assert checked.after.share == steps / (steps + unlisted)
+    is_enough = checked.after.share >= LEAST_SHARE
+    assert checked.verdict is (PromiseVerdict.KEPT if is_enough else PromiseVerdict.TOO_LITTLE_DATA)
+
+
+@given(samples=st.integers(0, 60), timed=st.booleans())
+def test_samples_of_passes_are_no_intervals(samples: int, timed: bool) -> None:
+    """Of shapes without one, no step counts as timed."""
+    count = attrs.evolve(step(0, 64, 2000, 2.0 if timed else None), milliseconds=1.0, samples=samples)
+    (row,) = check_promise(PROMISE, observed(count)).classes
+    assert (row.measured_ms, row.timed) == ((2.0, 125) if timed else (None, 0))
 
 
 def test_too_little_data() -> None:

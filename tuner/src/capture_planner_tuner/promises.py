@@ -139,13 +139,13 @@ def check_promise(promise: Promise, after: Observation, before: Observation | No
     :param before: of the engine as it was when the promise was made; it is reported, and decides nothing.
     """
     steps = _observed(after)
-    classes, own, without = tuple(_classes(promise.after, steps)), _side(promise.after, steps), _without(promise, steps)
+    classes, own, without = tuple(_classes(promise.after, steps)), _side(promise.after, after), _without(promise, steps)
     verdict, reason = _verdict(own, without, classes)
     return PromiseCheck(
         verdict=verdict,
         reason=reason,
         after=own,
-        before=None if before is None else _side(promise.before, _observed(before)),
+        before=None if before is None else _side(promise.before, before),
         without_ms=without,
         classes=classes,
     )
@@ -198,9 +198,11 @@ def _observed(observation: Observation) -> list[_Step]:
 
 def _time(count: BatchCount) -> tuple[float | None, int, float]:
     """Return the mean milliseconds of a step, of how many steps it is, and its standard error."""
+    if count.interval is None:
+        return None, 0, 0.0
     timed, error = count.intervals or count.samples, count.interval_error
     # Older observations have no error of their own.
-    assumed = SCATTER * (count.interval or 0.0) / math.sqrt(max(timed, 1))
+    assumed = SCATTER * count.interval / math.sqrt(max(timed, 1))
     return count.interval, timed, assumed if error is None else error
 
 
@@ -240,8 +242,8 @@ def _compared(side: ExpectedSteps, steps: Sequence[_Step]) -> list[tuple[_Step, 
     ]
 
 
-def _side(side: ExpectedSteps, steps: Sequence[_Step]) -> SideCheck | None:
-    compared = _compared(side, steps)
+def _side(side: ExpectedSteps, observation: Observation) -> SideCheck | None:
+    compared = _compared(side, _observed(observation))
     number = sum(step.steps for step, *_ in compared)
     if not number:
         return None
@@ -254,7 +256,8 @@ def _side(side: ExpectedSteps, steps: Sequence[_Step]) -> SideCheck | None:
         error_ms=math.hypot(costs, *(step.error * step.steps / number for step, *_ in compared)),
         steps=number,
         timed=sum(step.timed for step, *_ in compared),
-        share=number / sum(step.steps for step in steps if not step.role.is_drafter),
+        # Those of shapes that are not listed, too.
+        share=number / sum(role.steps for role in observation.roles if not role.role.is_drafter),
     )
 
 
