@@ -12,7 +12,7 @@ import os
 import statistics
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from operator import index
@@ -23,7 +23,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
-from capture_planner.errors import CapturePlannerError
+from capture_planner.errors import CapturePlannerError, class_and_message
 from capture_planner.measuring.coarsening import Outcome, ShapeTally, Tallies, coarsened
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
@@ -75,14 +75,6 @@ class StepSink:
         """Count one step in which this rank had no work."""
 
 
-@attrs.define
-class _Samples:
-    """Timed steps of one shape: how many there were, and the latest, in milliseconds."""
-
-    count: int = 0
-    latest: deque[float] = attrs.field(factory=lambda: deque(maxlen=MAX_SAMPLES))
-
-
 class Recorder(StepSink):
     """Counts the batches of one process, and writes them as ``FOLDER/NAME.yaml``, whole or not at all.
 
@@ -111,7 +103,8 @@ class Recorder(StepSink):
         self._timed: deque[TimedShape] = deque()
         self._apart: deque[tuple[Outcome, float]] = deque()
         self._tallies: Tallies = {}
-        self._samples: dict[Shape, _Samples] = {}
+        self._samples: Counter[Shape] = Counter()  # timed steps, and the milliseconds of the latest
+        self._latest: defaultdict[Shape, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._intervals = Intervals()
         self._stalls: Counter[Role] = Counter()
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # steps without a shape, by role and graph
@@ -188,11 +181,7 @@ class Recorder(StepSink):
             # Into the copies alone: these intervals are judged again once there are enough.
             _judge(self._intervals.waiting(), tallies, stalls)
             vectors = {role: self._vectors.vectors(role, min(most, MAX_VECTORS)) for role in Role}
-            totals = {
-                "drafted": tuple(self._drafted),
-                "accepted": tuple(self._accepted),
-                "idle_steps": self._idle_steps,
-            }
+            drafts, idle = {"drafted": tuple(self._drafted), "accepted": tuple(self._accepted)}, self._idle_steps
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
         known = {role.role: role for role in base.roles}
@@ -206,7 +195,7 @@ class Recorder(StepSink):
                 listed, others = vectors[role]
                 counts = self._counts(plain, own, Counter(unlisted), most)
                 roles.append(replace(plain, **counts, stalls=stalls[role], vectors=listed, other_vectors=others))
-        return replace(base, seconds=round(seconds, 3), roles=tuple(roles), **totals)
+        return replace(base, seconds=round(seconds, 3), roles=tuple(roles), idle_steps=idle, **drafts)
 
     def _counts(self, role: ObservedRole, tallies: Tallies, unlisted: Counter[int | None], most: int) -> dict[str, Any]:
         """Return the graphs and batches of a role, the rarest rounded up; ``unlisted``: steps without a shape."""
@@ -214,8 +203,7 @@ class Recorder(StepSink):
         listed = sorted(coarse.items(), key=lambda each: -each[1].steps)
         with self._lock:
             # Times are kept by shape, whichever graph served it.
-            timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
-            samples = [(each.count, tuple(each.latest)) for each in timed]
+            samples = [(self._samples[each[:6]], tuple(self._latest.get(each[:6], ()))) for each, _ in listed]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -269,29 +257,26 @@ class Recorder(StepSink):
         written = time.monotonic()
         # The queues are emptied every second, however seldom the file is written.
         while not self._closed.wait(min(self._every, 1.0)):
+            due = time.monotonic() >= written + self._every
+            self._write(due=due)
+            written = time.monotonic() if due else written
+
+    def _write(self, *, due: bool = True) -> None:
+        """Count what is queued; where the file is ``due``, write it if something changed since it was written."""
+        try:
             self.gather()
             with self._lock:
                 self._take()
-            if time.monotonic() >= written + self._every:
-                self._write()
-                written = time.monotonic()
-
-    def _write(self) -> None:
-        """Write the file if something changed since it was written."""
-        self.gather()
-        with self._writing:
-            with self._lock:
-                self._take()
-                changed, self._changed = self._changed, False
-            if not changed:
-                return
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps_plain(self._fitting()))
-            except Exception as error:  # The engine goes on, whatever is wrong with its observation.
-                if not self._failed:
-                    LOGGER.error("%s: the observation is not written: %s", self.path, error)
-                self._failed = True
+            with self._writing:
+                if due and self._changed:
+                    self._changed = False  # before the counts are read: what is counted from here on may not be in them
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    codec.write(self.path, codec.dumps_plain(self._fitting()))
+        except Exception as error:  # The engine goes on, whatever is wrong with its observation.
+            self._changed = True
+            if not self._failed:
+                LOGGER.error("%s: the observation is not complete: %s", self.path, class_and_message(error))
+            self._failed = True
 
     def _fitting(self) -> dict[str, Any]:
         """Return the observation as plain data, with as many batches of each role as its file can have."""
@@ -310,9 +295,8 @@ class Recorder(StepSink):
         for outcome, steps in Counter(_drained(self._queue)).items():
             self._add(outcome, ShapeTally(steps))
         for timed in _drained(self._timed):
-            samples = self._samples.setdefault(timed[:6], _Samples())
-            samples.count += 1
-            samples.latest.append(timed[6])
+            self._samples[timed[:6]] += 1
+            self._latest[timed[:6]].append(timed[6])
         for each in _drained(self._apart):
             self._intervals.add(*each)
         _judge(self._intervals.taken(), self._tallies, self._stalls)
@@ -323,8 +307,8 @@ class Recorder(StepSink):
             for outcome, tally in lost.items():
                 self._forgotten[outcome[0], outcome[6]] += tally.steps
             # No batch is left that has these times.
-            for shape in self._samples.keys() - {outcome[:6] for outcome in self._tallies}:
-                del self._samples[shape]
+            for shape in self._latest.keys() - {outcome[:6] for outcome in self._tallies}:
+                del self._samples[shape], self._latest[shape]
 
     def _add(self, outcome: Outcome, tally: ShapeTally) -> None:
         self._tallies[outcome] = self._tallies.get(outcome, ShapeTally()) + tally

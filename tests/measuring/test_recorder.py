@@ -206,6 +206,39 @@ def test_write_error_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert recorder.observation().roles[0].steps == 1
 
 
+def test_steps_of_a_failed_write_are_in_the_next(tmp_path: Path) -> None:
+    """Also where nothing is counted in between."""
+    recorder = recorder_in(tmp_path / "observed")
+    recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+    (tmp_path / "observed").rename(tmp_path / "aside")
+    (tmp_path / "observed").touch()
+    recorder.begin(BASE)
+    (tmp_path / "observed").unlink()
+    (tmp_path / "aside").rename(tmp_path / "observed")
+    assert codec.load_observation(recorder.path).roles[0].steps == 0
+    recorder.close()
+    assert codec.load_observation(recorder.path).roles[0].steps == 1
+
+
+def test_error_of_counting_is_logged_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread goes on, or the queues would grow as long as the engine serves; ``close`` does not raise either."""
+    recorder = recorder_in(tmp_path, every=0.05)
+    deadline = time.monotonic() + 20
+    for number in (1, 2):
+        recorder.count(Role.TARGET, [3], 3, 1, True, 0, 1, None)  # type: ignore[arg-type]  # which has no hash
+        while recorder._queue and time.monotonic() < deadline:
+            time.sleep(0.01)
+        recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)
+        while codec.load_observation(recorder.path).roles[0].steps < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert codec.load_observation(recorder.path).roles[0].steps == number
+    recorder.count(Role.TARGET, [3], 3, 1, True, 0, 1, None)  # type: ignore[arg-type]
+    recorder.close()
+    (logged,) = caplog.records
+    assert str(recorder.path) in logged.getMessage()
+    assert "TypeError: " in logged.getMessage()
+
+
 SERVER = """
 import sys, time
 from pathlib import Path
