@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _PLACE = re.compile(r"(?P<place>.*rank\d+)\.\d+(\.\d+)?\.ya?ml")
 """The names of files that engines write for a worker: what comes before its process."""
+
+_SHAPE = attrgetter("num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras", "graph", "reason")
 
 _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative", "lora", "parallel", "world_size")
 """What the workers of an engine have in common."""
@@ -76,7 +78,8 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     if problems:
         raise InvalidDocument(problems)
     seen = [each for _, each in named]
-    speaking = [own[0] for own in grouped(seen, speaker).values()]
+    teams = [*grouped(seen, speaker).values()]
+    speaking = [team[0] for team in teams]
     return replace(
         first,
         started=min(each.started for each in seen),
@@ -85,12 +88,11 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
         capture_seconds=_of(seen, "capture_seconds", max),
         graph_mib=_of(seen, "graph_mib", max),
         roles=tuple(
-            _role([each.roles[place] for each in seen], [each.roles[place] for each in speaking])
-            for place in range(len(first.roles))
+            _role([[each.roles[place] for each in team] for team in teams]) for place in range(len(first.roles))
         ),
         decisions=tuple(dict.fromkeys(decision for each in seen for decision in each.decisions)),
-        drafted=_drafts(seen, "drafted"),
-        accepted=_drafts(seen, "accepted"),
+        drafted=_drafts(teams, "drafted"),
+        accepted=_drafts(teams, "accepted"),
         idle_steps=sum(each.idle_steps for each in speaking),
         notes=tuple(dict.fromkeys(_notes(seen))),
     )
@@ -127,37 +129,39 @@ def _notes(seen: Sequence[Observation]) -> Iterator[str]:
             yield f"of {counted(own[0].world_size, 'worker')}, there is no observation of rank {ranks}"
 
 
-def _of(items: Sequence[Any], name: str, choose: Callable[[Iterable[Any]], T]) -> T | None:
-    values = [value for each in items if (value := getattr(each, name)) is not None]
-    return choose(values) if values else None
+def _of(items: Sequence[Any], name: str, choose: Callable[..., T]) -> T | None:
+    return choose((value for each in items if (value := getattr(each, name)) is not None), default=None)
 
 
-def _drafts(seen: Sequence[Observation], name: str) -> tuple[int, ...]:
+def _drafts(teams: Sequence[Sequence[Observation]], name: str) -> tuple[int, ...]:
     """Return the drafts of all data-parallel ranks: of the workers of each, one has the tokens."""
-    of_ranks = grouped(seen, speaker).values()
-    most = (max((getattr(each, name) for each in own), key=sum) for own in of_ranks)
+    most = (max((getattr(each, name) for each in team), key=sum) for team in teams)
     return tuple(map(sum, zip_longest(*most, fillvalue=0)))
 
 
-def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> ObservedRole:
-    first = every[0]
+def _role(teams: Sequence[Sequence[ObservedRole]]) -> ObservedRole:
+    """:param teams: the role of each worker, by those that take the same steps."""
+    every, speaking = [role for team in teams for role in team], [team[0] for team in teams]
     graphs = tuple(
         attrs.evolve(
-            graphs[0],
+            _slowest(graphs),
             replays=sum(role.graphs[place].replays for role in speaking),
-            **{name: _of(graphs, name, max) for name in ("seconds", "mib", "milliseconds")},
+            **{name: _of(graphs, name, max) for name in ("seconds", "mib")},
         )
         for place, graphs in enumerate(zip(*(role.graphs for role in every), strict=True))
     )
-    shape = attrgetter("num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras", "graph", "reason")
-    batches = grouped((count for role in speaking for count in role.batches), shape)
+    trials = grouped((graph for role in every for graph in role.trials), attrgetter("entry"))
+    eager = grouped((cost for role in every for cost in role.eager), attrgetter("num_reqs", "num_tokens", "query_len"))
+    batches = grouped((count for team in teams for count in _team(team)), _SHAPE)
     # A vector is counted by each rank that had work.
     by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
     # The largest count comes last, and is kept.
     vectors = {replace(each, steps=0): each for each in by_steps}
     return replace(
-        first,
+        every[0],
         graphs=graphs,
+        trials=tuple(map(_slowest, trials.values())),
+        eager=tuple(map(_slowest, eager.values())),
         batches=tuple(map(_batch, batches.values())),
         rounded_batches=sum(role.rounded_batches for role in speaking),
         other_batches=sum(role.other_batches for role in speaking),
@@ -165,6 +169,18 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
         other_vectors=max(role.other_vectors for role in speaking),
         stalls=sum(role.stalls for role in speaking),
     )
+
+
+def _slowest(items: Sequence[T]) -> T:
+    """Return what took longest; the first of those that are equal."""
+    return max(items, key=lambda each: [getattr(each, name, None) or 0.0 for name in ("interval", "milliseconds")])
+
+
+def _team(team: Sequence[ObservedRole]) -> Iterator[BatchCount]:
+    """Yield the steps of one of the workers that take the same ones, each with the times of the slowest."""
+    alike = grouped((count for role in team for count in role.batches), _SHAPE)
+    for count in team[0].batches:
+        yield attrs.evolve(_slowest(alike[_SHAPE(count)]), steps=count.steps)
 
 
 def _batch(counts: Sequence[BatchCount]) -> BatchCount:

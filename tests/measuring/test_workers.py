@@ -2,9 +2,12 @@
 
 import os
 from collections import Counter
+from itertools import cycle
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from capture_planner.measuring.workers import as_one, read_workers
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
-from capture_planner.records.observation import BatchCount
+from capture_planner.records.observation import BatchCount, EagerCost
 from capture_planner.records.spec import Parallel
 from support.observing import observation_of
 
@@ -83,6 +86,70 @@ def test_steps_are_those_of_one_worker_of_each_data_parallel_rank(tensor, ranks,
     assert codec.loads(codec.dumps(whole), type(whole)) == whole
     batch = Batch.decode(Role.TARGET, 1, 1)
     assert emulation_of(whole).dispatch(batch) == emulation_of(BASE).dispatch(batch)
+
+
+TIME = st.none() | st.integers(1, 9).map(float)
+
+
+def timed_worker(rank, tensor, times):
+    """A tensor-parallel worker whose graphs, trials, eager steps and batches took such pairs of times."""
+    (target, *others) = BASE.roles
+    graphs = tuple(
+        evolve(graph, milliseconds=one, half_milliseconds=other, mib=other)
+        for graph, (one, other) in zip(target.graphs, cycle(times), strict=False)
+    )
+    eager = tuple(EagerCost(num_reqs=1, num_tokens=n, milliseconds=one or 0.0) for n, (one, _) in enumerate(times, 1))
+    counts = tuple(
+        BatchCount(
+            num_reqs=reqs,
+            num_tokens=reqs,
+            query_len=1,
+            steps=5 + rank,
+            reason=Reason.UNKNOWN,
+            milliseconds=one,
+            samples=10 + rank,
+            interval=other,
+            intervals=20 + rank,
+            interval_error=float(rank),
+        )
+        for reqs, (one, other) in enumerate(times, 1)
+    )
+    timed = replace(target, graphs=graphs, trials=graphs[:2], eager=eager, batches=counts)
+    return replace(worker(rank, tensor, 1, {}), roles=(timed, *others))
+
+
+@given(
+    st.sampled_from((TIME, st.none())).flatmap(
+        lambda other: st.lists(st.lists(st.tuples(TIME, other), min_size=4, max_size=4), min_size=2, max_size=3)
+    ),
+    st.randoms(),
+)
+def test_times_of_workers_that_take_the_same_steps_are_the_slowest_ones(times, order):
+    """Figures that belong together are of one worker: that with the longest time."""
+    named = [(f"rank{rank}", timed_worker(rank, len(times), own)) for rank, own in enumerate(times)]
+    every = [each.roles[0] for _, each in named]
+    order.shuffle(named)
+    whole = as_one(named).roles[0]
+
+    def assert_slowest(costs, own, name="milliseconds", *along):
+        """Each cost has the most of a time, and the other figures of a worker that has it."""
+        for place, cost in enumerate(costs):
+            candidates = [role[place] for role in own]
+            times = [getattr(each, name) for each in candidates if getattr(each, name) is not None]
+            assert getattr(cost, name) == max(times, default=None)
+            figures = attrgetter(name, *along)
+            assert not along or figures(cost) in map(figures, candidates)
+
+    assert_slowest(whole.graphs, [role.graphs for role in every], "milliseconds", "half_milliseconds")
+    assert_slowest(whole.graphs, [role.graphs for role in every], "mib")
+    assert_slowest(whole.trials, [role.trials for role in every], "milliseconds", "half_milliseconds")
+    assert_slowest(whole.eager, [role.eager for role in every])
+    counts = [sorted(role.batches, key=attrgetter("num_reqs")) for role in (whole, *every)]
+    assert [count.steps for count in counts[0]] == [5] * 4
+    figures = "interval", "milliseconds", "samples", "intervals", "interval_error"
+    assert_slowest(counts[0], counts[1:], *figures)
+    if not any(count.interval for count in counts[0]):
+        assert_slowest(counts[0], counts[1:], "milliseconds", *figures)
 
 
 @pytest.mark.parametrize(
