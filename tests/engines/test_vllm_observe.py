@@ -302,17 +302,34 @@ def test_each_rank_and_each_runner_has_a_file():
         assert names == {f"vllm.rank1.{os.getpid()}.yaml", f"vllm.rank1.{os.getpid()}.2.yaml"}
 
 
-def test_engine_without_graphs_is_observed_from_its_first_step():
-    """With ``enforce_eager`` vLLM captures nothing; every step has the mode as its reason."""
-    with process() as folder:
-        runner = started(eager=True, mode="NONE")
-        for _ in range(3):
-            run(runner, step(2, 4))
+@given(
+    steps=STEPS,
+    ranks=st.sampled_from((1, 2)),
+    profiled=st.booleans(),
+    eager=st.booleans(),
+    warm_up=st.booleans(),
+    worker=st.sampled_from(("Worker", "OtherWorker")),
+)
+def test_no_step_has_work_of_ours(steps, ranks, profiled, eager, warm_up, worker):
+    """Not even the first: ranks that have none would not take part in its dummy runs.
+
+    What vLLM warms up by is no traffic. A worker that starts in another way is observed from the first step.
+    """
+    with process(**{observe.PROFILE: str(int(profiled))}) as folder:
+        mode = "NONE" if eager else "FULL_AND_PIECEWISE"
+        runner = started(ranks=ranks, eager=eager, mode=mode, warm_up=warm_up, worker=worker)
+        before = len(runner.dummies)
+        for num_reqs, query_len, prompts, k in steps:
+            run(runner, step(num_reqs, query_len, prompts, k))
+        assert len(runner.dummies) == before
         runner.shutdown()
         seen = observed(folder)
-        assert seen.num_graphs == 0
-        assert [(role.role, role.eager_steps) for role in seen.roles] == [(role, 3) for role in Role]
-        assert {batch.reason for role in seen.roles for batch in role.batches} == {Reason.MODE}
+    profiles = profiled and (worker == "Worker" or not eager)
+    assert bool(seen.roles[0].eager) is bool(before) is profiles
+    assert any("not profiled" in note for note in seen.notes) is (profiled and not profiles)
+    for role in seen.roles:
+        assert summary(role) == counted(runner, role.role.value)
+        assert not eager or {batch.reason for batch in role.batches} <= {Reason.MODE}
 
 
 @pytest.mark.parametrize("applied", [True, False])

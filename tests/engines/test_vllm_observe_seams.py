@@ -9,7 +9,7 @@ from capture_planner.errors import RunError
 from capture_planner_vllm.inside import observe_seams as seams
 from support.vllm_observed import observed, process, run, started, step
 
-NEEDED = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE}
+NEEDED = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE, seams.WARM_UP}
 """Functions without which the stand-in cannot start."""
 
 

@@ -18,6 +18,7 @@ from capture_planner.engines.inside import SECONDS
 from capture_planner.engines.launch import OBSERVE, PROFILE, STRICT
 from capture_planner_vllm.inside import device, observe
 from capture_planner_vllm.inside import observe_seams as seams
+from capture_planner_vllm.inside.starting import WORKER
 
 STANDIN = Path(__file__).parents[1] / "engines" / "standin"
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
@@ -92,6 +93,7 @@ def config(
     broken=(),
     workspace=0,
     experts=(0, 0),
+    warm_up=False,
 ):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
@@ -130,6 +132,7 @@ def config(
         if k
         else None,
         lora_config=None,
+        kernel_config=SimpleNamespace(enable_jit_warmup=warm_up),
         num_speculative_tokens=k,
         chain_lengths=lengths,
         log=[],
@@ -138,17 +141,16 @@ def config(
     )
 
 
-def started(fused=False, plan=None, decisions=None, **changes):
-    """A model runner of the stand-in, observed, as far as its capture."""
+def started(fused=False, plan=None, decisions=None, worker="Worker", **changes):
+    """A model runner of the stand-in, observed, as far as it serves."""
     observe.attach(importlib.import_module(seams.MANAGERS), plan, decisions)
-    runner_module = importlib.import_module(seams.RUNNER)
-    runner = runner_module.GPUModelRunner(config(**changes), fused)
+    made = getattr(importlib.import_module(WORKER), worker)(config(**changes), fused)
+    runner = made.model_runner
     runner.initialize_kv_cache()
-    if runner.vllm_config.model_config.enforce_eager:
-        return runner
-    runner.capture_model(profile_only=True)
-    runner.initialize_kv_cache()
-    runner.capture_model()
+    if not runner.vllm_config.model_config.enforce_eager:
+        runner.capture_model(profile_only=True)
+        runner.initialize_kv_cache()
+    assert made.compile_or_warm_up_model() == "seconds"
     return runner
 
 

@@ -30,8 +30,9 @@ from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm.inside import device, facts, profile
+from capture_planner_vllm.inside import device, facts
 from capture_planner_vllm.inside import observe_seams as seams
+from capture_planner_vllm.inside import profile as costs
 from capture_planner_vllm.inside.captures import Captures
 from capture_planner_vllm.inside.dummy_rows import DummyRows
 from capture_planner_vllm.inside.log import LOG, report
@@ -87,6 +88,8 @@ class Observer(StepHooks):
         self._recorder: StepRecorder | None = None
         self._attached = False
         self._asks = self._reads_drafts = True
+        self._starting = False
+        """True while vLLM compiles and warms up, by requests of its own, too."""
         self._tracks: tuple[Track, ...] = ()
         self._notes: list[str] = []
 
@@ -106,6 +109,7 @@ class Observer(StepHooks):
             return
         if not self._wrap(seams.DUMMY, self._dummy_run):  # without it, dummy runs would count as steps
             return
+        self._wrap(seams.WARM_UP, self._warm_up)
         self._wrap(seams.EXECUTE, self._execute_model)
         # Other modules imported the function by name, so their copies are replaced as well.
         original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
@@ -208,7 +212,7 @@ class Observer(StepHooks):
             finally:
                 self._captures = None
             seconds = time.perf_counter() - start
-            self._begin(runner, captures, (seconds - captures.replaying, size - captures.left))
+            self._begin(runner, captures, (seconds - captures.replaying, size - captures.left), profile=self._profile)
             return size
 
         return capture_model
@@ -222,13 +226,16 @@ class Observer(StepHooks):
             self._note(f"graphs were timed on padding, which the experts of a mixture skip: {reason}")
             return None
 
-    def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
+    def _begin(
+        self, runner: Any, captures: Captures | None = None, capture: tuple[float, int] | None = None, *, profile: bool
+    ) -> None:
         """Write the first observation, and count from now on.
 
         :param capture: seconds and bytes of the capture, excluding replays and trials.
+        :param profile: whether to run eager steps, in which all ranks take part.
         """
         try:
-            self._record(runner, self._described(runner, captures, capture))
+            self._record(runner, self._described(runner, captures, capture, profile=profile))
         except Exception as error:
             report(logging.ERROR, [self._end("describing what was captured", error)], error)
 
@@ -249,15 +256,17 @@ class Observer(StepHooks):
         self._recorder, self._active = recorder, recorder.watch
         LOG.info("observing: %s", recorder.path)
 
-    def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
+    def _described(
+        self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None, *, profile: bool
+    ) -> Observation:
         self._tracks = facts.tracks(runner, captures, self._note)
         eager: Mapping[Role, tuple[EagerCost, ...]] = {}
-        if self._profile:
+        if profile:
             try:
-                eager = profile.eager_costs(runner, self._tracks, self._watching, self._rows)
+                eager = costs.eager_costs(runner, self._tracks, self._watching, self._rows)
             except Exception as error:
                 # An observation without eager costs is still worth its file.
-                profile.restore(runner)
+                costs.restore(runner)
                 LOG.error("%s", self._end("profiling eager steps", error))
         base = facts.observation(runner, self._tracks, self._note)
         if self._asks:
@@ -271,11 +280,29 @@ class Observer(StepHooks):
             notes=tuple(self._notes),
         )
 
+    def _warm_up(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile_or_warm_up_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            self._starting = True
+            try:
+                result = original(worker, *args, **kwargs)
+            finally:
+                self._starting = False
+            # Here all ranks are together. In a step those without requests would not take part in dummy runs.
+            if worker.model_runner.vllm_config.model_config.enforce_eager:
+                self._begin(worker.model_runner, profile=self._profile)
+            return result
+
+        return compile_or_warm_up_model
+
     def _begin_eager(self, runner: Any, kwargs: Mapping[str, Any]) -> None:
-        """Begin at the first real step where vLLM captures nothing."""
+        """Begin at the first real step where vLLM captures nothing, and the end of its start was not seen."""
         # Memory profiling and idle ranks run dummies, which are no requests' steps.
-        if not kwargs.get("dummy_run") and runner.vllm_config.model_config.enforce_eager:
-            self._begin(runner, None, None)
+        starting = self._starting or kwargs.get("dummy_run")
+        if not starting and runner.vllm_config.model_config.enforce_eager:
+            if self._profile:
+                self._note("eager steps were not profiled: the end of vLLM's start was not seen")
+            self._begin(runner, profile=False)
             self._runners = self._runners or 1
 
     @contextmanager

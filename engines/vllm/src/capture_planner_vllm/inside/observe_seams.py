@@ -14,6 +14,7 @@ import attrs
 
 from capture_planner_vllm.inside.log import report
 from capture_planner_vllm.inside.seam import wrap
+from capture_planner_vllm.inside.starting import LAST, WORKER
 
 GPU = "vllm.v1.worker.gpu"
 MANAGERS = f"{GPU}.cudagraph_utils"
@@ -115,6 +116,7 @@ DISPATCH = Seam(
     "answers of the dispatcher",
 )
 CAPTURE_MODEL = Seam(RUNNER, "GPUModelRunner.capture_model", ("self", "profile_only"), "everything")
+WARM_UP = Seam(WORKER, f"Worker.{LAST}", ("self",), "times of eager steps where nothing is captured")
 DUMMY = Seam(RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), "counts, times and drafts")
 EXECUTE = Seam(RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output"), "counts, times and drafts")
 STEP = Seam(RANKS, "dispatch_cg_and_sync_dp", _BATCH, "counts and times")
@@ -131,7 +133,7 @@ SPECIALIZE = Seam(
 )
 
 SEAMS = (
-    *(INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, RANK_GROUP),
+    *(INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, WARM_UP, DUMMY, EXECUTE, STEP, RANK_GROUP),
     *(SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE),
 )
 

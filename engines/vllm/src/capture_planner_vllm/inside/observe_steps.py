@@ -76,7 +76,7 @@ class StepHooks:
     def _execute_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            # vLLM has captured nothing, as it was told to, so nothing has begun the observation.
+            # vLLM has captured nothing, as it was told to, and the end of its start was not seen.
             if self._active is None and self._runners == 0:
                 self._begin_eager(runner, kwargs)
             watch = self._active

@@ -13,6 +13,15 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 
+class KVConnector:
+    """Of requests only."""
+
+    disabled = False
+
+    def set_disabled(self, disabled):
+        self.disabled = disabled
+
+
 class GPUModelRunner:
     """Keeps in ``answers`` what each real step dispatched to, by role."""
 
@@ -25,6 +34,7 @@ class GPUModelRunner:
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
         self.kv_cache_config = SimpleNamespace(num_blocks=1000)
         self.attn_groups = [[SimpleNamespace(backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))]]
+        self.kv_connector = KVConnector()
         self.step_timing = StepTimingCollector()
         self.speculator = TargetDependentARSpeculator(vllm_config, fused) if self.num_speculative_steps else None
         self.cudagraph_manager = None
@@ -69,7 +79,9 @@ class GPUModelRunner:
             uniform=width or None,
             drafts=self.num_speculative_steps,
         )
+        self.kv_connector.set_disabled(True)
         self.execute_model(output, dummy_run=True)
+        self.kv_connector.set_disabled(False)
         if self.speculator is not None:
             drafts = self.num_speculative_steps
             self.speculator.propose(num_reqs, num_tokens, width or None, drafts, self.state[3])
