@@ -136,7 +136,7 @@ def test_sizes_are_multiples_and_have_both_ends(largest, most, each):
 
 
 def test_memory_that_profiling_keeps_is_not_that_of_graphs(monkeypatch):
-    """VLLM's figure is of the whole capture; without profiling it is smaller by what replays and trials keep."""
+    """VLLM's figure is of the whole capture, and it advises a size of the KV cache by it; profiling is not in it."""
     kept, replays = [], profile.replays
 
     def keeping(*arguments):
@@ -147,10 +147,30 @@ def test_memory_that_profiling_keeps_is_not_that_of_graphs(monkeypatch):
     with process(**{observe.PROFILE: "1"}) as folder:
         free = device.free_memory
         monkeypatch.setattr(device, "free_memory", lambda: free() - sum(kept))
-        started(k=0, sizes=(64,)).shutdown()
+        runner = started(k=0, sizes=(64,))
+        runner.shutdown()
         seen = observed(folder)
     assert kept
+    assert runner.vllm_config.graph_bytes == (3 << 20) - sum(kept)
     assert seen.graph_mib == pytest.approx(3.0 - sum(kept) / (1 << 20), abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["data", "pipeline", "prefill_context"])
+def test_workers_that_cannot_agree_try_nothing(monkeypatch, kind):
+    """Their forwards have collectives over more ranks than those that can be asked."""
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runners = importlib.import_module("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+        original = runners.__init__
+
+        def parallel(runner, config, *arguments):
+            setattr(config.parallel_config, f"{kind}_parallel_size", 2)
+            original(runner, config, *arguments)
+
+        monkeypatch.setattr(runners, "__init__", parallel)
+        started().shutdown()
+        roles = observed(folder).roles
+    assert not any(role.trials for role in roles)
+    assert all(graph.milliseconds is not None for role in roles for graph in role.graphs)
 
 
 @given(

@@ -208,11 +208,12 @@ class Observer(StepHooks):
             captures = self._captures = Captures(trials, self._rows)
             start = time.perf_counter()
             try:
-                size = original(runner, *args, **kwargs)
+                # Without what trials left: vLLM advises a size of the KV cache by it.
+                size = original(runner, *args, **kwargs) - captures.left
             finally:
                 self._captures = None
-            seconds = time.perf_counter() - start
-            self._begin(runner, captures, (seconds - captures.replaying, size - captures.left), profile=self._profile)
+            seconds = time.perf_counter() - start - captures.replaying
+            self._begin(runner, captures, (seconds, size), profile=self._profile)
             return size
 
         return capture_model

@@ -320,7 +320,8 @@ def _agreement(runner: Any) -> Callable[[bool], bool] | None:
     """
     parallel = runner.vllm_config.parallel_config
     # The group that is asked below joins the ranks of one replica's stage, and no others.
-    if parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    others = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+    if any(getattr(parallel, name, 1) > 1 for name in others):
         return None
     if parallel.tensor_parallel_size == 1:
         return bool

@@ -15,7 +15,7 @@ class Worker:
         if self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up_kernels()
         if not self.vllm_config.model_config.enforce_eager:
-            self.graph_bytes = self.model_runner.capture_model()
+            self.vllm_config.graph_bytes = self.model_runner.capture_model()
         return "seconds"
 
     def _warm_up_kernels(self):
