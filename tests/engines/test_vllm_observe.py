@@ -1,9 +1,11 @@
 """Observing vLLM, by a stand-in: what is counted is what ran, the file says it, and vLLM never notices."""
 
+import gc
 import importlib
 import os
 import sys
 import time
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -300,6 +302,24 @@ def test_each_rank_and_each_runner_has_a_file():
         second.shutdown()
         names = {path.name for path in folder.iterdir()}
         assert names == {f"vllm.rank1.{os.getpid()}.yaml", f"vllm.rank1.{os.getpid()}.2.yaml"}
+
+
+@pytest.mark.parametrize("environment", [{}, {observe.PROFILE: "1"}], ids=["plain", "profiled"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_engine_that_ended_is_not_kept(environment, eager):
+    """Neither its managers with their graphs, nor its buffers: vLLM frees them for the next in this process."""
+    with process(**environment) as folder:
+        runner = started(eager=eager, experts=(8, 0))
+        run(runner, step(4, 4))
+        owned = runner.cudagraph_manager, runner.speculator, runner.input_buffers.input_ids
+        alive = [weakref.ref(each) for each in owned]
+        runner.shutdown()
+        del runner, owned
+        until = time.monotonic() + 20  # the recorder's thread ends a moment later
+        while any(each() is not None for each in alive) and time.monotonic() < until:
+            gc.collect()
+        assert [each() for each in alive] == [None] * 3
+        assert observed(folder).roles[0].steps == 1
 
 
 @given(

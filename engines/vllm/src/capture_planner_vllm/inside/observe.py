@@ -201,8 +201,8 @@ class Observer(StepHooks):
             # vLLM estimates the memory of graphs, and drops those that it makes for it.
             if profile_only:
                 return original(runner, *args, profile_only=True, **kwargs)
-            # A capture runs dummy steps, which no request asked for, so they are not watched.
-            self._active = None
+            # A process that captures again gets another file, and the earlier one its last counts.
+            self._finish()
             self._rows = self._dummy_rows(runner) if self._profile else None
             trials = Trials(runner, self._profile_seconds, self._note) if self._profile else None
             captures = self._captures = Captures(trials, self._rows)
@@ -243,8 +243,6 @@ class Observer(StepHooks):
     def _record(self, runner: Any, base: Observation) -> None:
         """Write a file for a model runner, and count into it."""
         self._base = base
-        # A process that captures again gets another file, and the earlier one its last counts.
-        self._finish()
         self._runners += 1
         name = file_name(base, self._runners)
         drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
@@ -284,6 +282,7 @@ class Observer(StepHooks):
     def _warm_up(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile_or_warm_up_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            self._finish()
             self._starting = True
             try:
                 result = original(worker, *args, **kwargs)
@@ -316,7 +315,7 @@ class Observer(StepHooks):
             self._active = None
 
     def _finish(self) -> None:
-        """Write the last observation."""
+        """Write the last observation, and keep nothing of the engine: vLLM frees what it has for the next one."""
         # No step logs from here on, so what is read below is all there is.
         watch, self._active = self._active, None
         try:
@@ -326,3 +325,4 @@ class Observer(StepHooks):
                 self._recorder.close()
         except Exception as error:
             self._failed("ending the observation", error)
+        self._recorder, self._rows, self._tracks = None, None, ()

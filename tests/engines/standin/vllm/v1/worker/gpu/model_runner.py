@@ -132,4 +132,4 @@ class GPUModelRunner:
         return AsyncOutput(ModelRunnerOutput(list(output.num_scheduled_tokens), output.sampled))
 
     def shutdown(self):
-        self.cudagraph_manager = None
+        self.cudagraph_manager = self.speculator = None
