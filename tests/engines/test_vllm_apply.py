@@ -344,6 +344,22 @@ def test_planned_role_without_a_manager_is_a_decision(modules, caplog):
     assert sum("vLLM has no graphs for" in line for line in errors(caplog)) == 2
 
 
+@pytest.mark.parametrize("what", ["no plan", "another draft length"])
+def test_next_engine_of_a_process_has_none_of_the_decisions(modules, monkeypatch, what):
+    """Also where it keeps vLLM's own graphs."""
+    vllm_plugin.register()
+    config = configured(modules)
+    config.speculative_config.method = "draft_model"
+    manager_for(modules, config, PLAN, Role.TARGET, GraphMode.PIECEWISE)
+    assert [*hooks.decisions] == [Role.DRAFT_PREFILL, Role.DRAFT_DECODE, Role.TARGET]
+    if what == "no plan":
+        monkeypatch.delenv(vllm_plugin.PLAN)
+    else:
+        config.speculative_config.num_speculative_tokens = config.num_speculative_tokens = 5
+    assert own_sizes(manager_for(modules, config, PLAN, Role.TARGET))
+    assert not hooks.decisions
+
+
 def test_single_steps_replace_chains_where_the_drafter_has_none(modules, monkeypatch, caplog):
     """The schedule's chains become one graph of a single step for each size."""
     schedule = attrs.evolve(PLAN.speculative, schedule=((1, 8, 3), (9, 256, 2)))
@@ -374,7 +390,7 @@ def test_missing_configuration_class_is_a_warning(modules, caplog):
 
 
 def test_observer_attaches_after_the_plan(modules, monkeypatch):
-    """With the plan, or without one where none is named."""
+    """With what reads the plan that is named by then: another engine of the process may have another."""
     attached = []
     observer = SimpleNamespace(attach=lambda module, plan, decisions: attached.append((module, plan, decisions)))
     monkeypatch.setitem(sys.modules, "capture_planner_vllm.inside.observe", observer)
@@ -382,4 +398,4 @@ def test_observer_attaches_after_the_plan(modules, monkeypatch):
     vllm_plugin.register()
     monkeypatch.delenv(vllm_plugin.PLAN)
     vllm_plugin.register()
-    assert attached == [(modules[MANAGERS], PLAN, hooks.decisions), (modules[MANAGERS], None, hooks.decisions)]
+    assert attached == [(modules[MANAGERS], hooks.current_plan, hooks.decisions)] * 2

@@ -14,6 +14,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner import codec
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest
@@ -352,19 +353,35 @@ def test_no_step_has_work_of_ours(steps, ranks, profiled, eager, warm_up, worker
         assert not eager or {batch.reason for batch in role.batches} <= {Reason.MODE}
 
 
-@pytest.mark.parametrize("applied", [True, False])
-def test_plan_is_named_where_it_was_applied(applied):
-    """By its digest, with the decisions where vLLM could not follow, which are known when managers are made."""
+ENGINES = st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=3)
+"""Of engines of one process: observed, profiled, under a plan, and started without graphs."""
+
+
+@given(ENGINES)
+def test_each_engine_of_a_process_is_observed_as_its_variables_say(engines):
+    """In their folder, with their profile, and with the plan that ran: its digest, and the decisions on it."""
     decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
     decisions = {}
     with process() as folder:
-        observe.attach(importlib.import_module(seams.MANAGERS), PLAN, decisions)
-        if applied:
-            decisions[Role.TARGET] = (decision,)
-        started(plan=PLAN, decisions=decisions).shutdown()
-        seen = observed(folder)
-    assert seen.plan == (digest(PLAN) if applied else None)
-    assert seen.decisions == ((decision,) if applied else ())
+        for index, (is_observed, profiled, planned, eager) in enumerate(engines):
+            place = folder / str(index)
+            os.environ.update({observe.OBSERVE: str(place) if is_observed else "", observe.PROFILE: str(int(profiled))})
+            decisions.clear()
+            if planned and not eager:
+                decisions[Role.TARGET] = (decision,)
+            plan = PLAN if planned else None
+            mode = "NONE" if eager else "FULL_AND_PIECEWISE"
+            runner = started(plan=lambda plan=plan: plan, decisions=decisions, eager=eager, mode=mode)
+            run(runner, step(4, 4))
+            runner.shutdown()
+            assert bool(runner.dummies) is bool(is_observed and profiled)
+            files = [*place.glob("*.yaml")]
+            assert len(files) == is_observed
+            for seen in map(codec.load_observation, files):
+                assert seen.plan == (digest(PLAN) if planned and not eager else None)
+                assert seen.decisions == ((decision,) if planned and not eager else ())
+                assert [role.steps for role in seen.roles] == [1, 1, 1]
+                assert all(bool(graph.milliseconds) is profiled for role in seen.roles for graph in role.graphs)
 
 
 @given(steps=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES))

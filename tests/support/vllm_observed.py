@@ -141,7 +141,7 @@ def config(
     )
 
 
-def started(fused=False, plan=None, decisions=None, worker="Worker", **changes):
+def started(fused=False, plan=lambda: None, decisions=None, worker="Worker", **changes):
     """A model runner of the stand-in, observed, as far as it serves."""
     observe.attach(importlib.import_module(seams.MANAGERS), plan, decisions)
     made = getattr(importlib.import_module(WORKER), worker)(config(**changes), fused)

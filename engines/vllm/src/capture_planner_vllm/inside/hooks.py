@@ -114,7 +114,7 @@ def _plan_at(path: str) -> Plan:
 
 def observe_managers(module: ModuleType) -> None:
     """Let the observer attach to the managers."""
-    importlib.import_module("capture_planner_vllm.inside.observe").attach(module, current_plan(), decisions)
+    importlib.import_module("capture_planner_vllm.inside.observe").attach(module, current_plan, decisions)
 
 
 def refuse_legacy_runner(module: ModuleType) -> None:
@@ -223,6 +223,9 @@ def _manager_problems(module: ModuleType) -> Iterator[str]:
 def _with_plan(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def init_candidates(manager: Any) -> None:
+        # The first of a runner: what an earlier one has noted, of memory profiling or another engine, holds no longer.
+        if type(manager).__name__ == "ModelCudaGraphManager":
+            decisions.clear()
         plan = current_plan()
         if plan is None or not _filled(manager, plan):
             original(manager)
@@ -258,8 +261,6 @@ def fill(manager: Any, plan: Plan) -> bool:
     if refusal is not None:
         report(logging.ERROR, [refusal])
         return False
-    # What the manager that memory profiling made has noted holds no longer.
-    decisions.pop(role_of(manager), None)
     facts = facts_of(manager, role_of(manager))
     table = role_table(plan, facts)
     _fill_tables(manager, plan, facts, table)

@@ -51,22 +51,25 @@ TRIALS = 10.0
 
 
 def attach(
-    module: ModuleType, plan: Plan | None = None, decisions: Mapping[Role, tuple[Decision, ...]] | None = None
+    module: ModuleType,
+    plan: Callable[[], Plan | None] = lambda: None,
+    decisions: Mapping[Role, tuple[Decision, ...]] | None = None,
 ) -> None:
     """Observe the graph managers of a module where ``CAPTURE_PLANNER_OBSERVE`` names a folder; again, do nothing.
 
     :param module: ``vllm.v1.worker.gpu.cudagraph_utils``, executed.
-    :param plan: the plan of this process.
+    :param plan: gives the plan that the environment names.
     :param decisions: gets a key for each role to which the plan is applied, as its manager is made.
     :raises RunError: with ``CAPTURE_PLANNER_STRICT=1``, where a function of vLLM is not as expected.
     """
-    folder = os.environ.get(OBSERVE)
-    if not folder and os.environ.get(PROFILE) == "1":
+    if os.environ.get(OBSERVE):
+        Observer(plan, {} if decisions is None else decisions).watch_managers(module)
+    elif os.environ.get(PROFILE) == "1":
         _warn(f"nothing is profiled: {PROFILE} needs a folder, give one with {OBSERVE}")
-    if not folder:
-        return
-    seconds = seconds_of(SECONDS, EVERY, "observations are written every", _warn)
-    Observer(Path(folder), seconds, plan, {} if decisions is None else decisions).watch_managers(module)
+
+
+def _profiles() -> bool:
+    return bool(os.environ.get(OBSERVE)) and os.environ.get(PROFILE) == "1"
 
 
 def _warn(line: str) -> None:
@@ -74,14 +77,10 @@ def _warn(line: str) -> None:
 
 
 class Observer(StepHooks):
-    """Observes the model runner of one process."""
+    """Observes the model runners of one process, each as the environment says when it captures."""
 
-    def __init__(
-        self, folder: Path, seconds: float, plan: Plan | None, decisions: Mapping[Role, tuple[Decision, ...]]
-    ) -> None:
-        self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
-        self._profile = os.environ.get(PROFILE) == "1"
-        self._profile_seconds = seconds_of(PROFILE_SECONDS, TRIALS, "graphs are tried for", _warn)
+    def __init__(self, plan: Callable[[], Plan | None], decisions: Mapping[Role, tuple[Decision, ...]]) -> None:
+        self._plan, self._decisions = plan, decisions
         self._base: Observation | None = None
         self._captures: Captures | None = None
         self._rows: DummyRows | None = None
@@ -186,7 +185,7 @@ class Observer(StepHooks):
             result = original(manager, log.create_forward, *args, **kwargs)
             try:
                 log.end()
-                if self._profile:
+                if _profiles():
                     captures.replay(manager, log)
                     captures.try_others(manager, log, original)
             except Exception as error:
@@ -203,8 +202,11 @@ class Observer(StepHooks):
                 return original(runner, *args, profile_only=True, **kwargs)
             # A process that captures again gets another file, and the earlier one its last counts.
             self._finish()
-            self._rows = self._dummy_rows(runner) if self._profile else None
-            trials = Trials(runner, self._profile_seconds, self._note) if self._profile else None
+            trials = None
+            if _profiles():
+                self._rows = self._dummy_rows(runner)
+                seconds = seconds_of(PROFILE_SECONDS, TRIALS, "graphs are tried for", _warn)
+                trials = Trials(runner, seconds, self._note)
             captures = self._captures = Captures(trials, self._rows)
             start = time.perf_counter()
             try:
@@ -213,7 +215,7 @@ class Observer(StepHooks):
             finally:
                 self._captures = None
             seconds = time.perf_counter() - start - captures.replaying
-            self._begin(runner, captures, (seconds, size), profile=self._profile)
+            self._begin(runner, captures, (seconds, size), profile=_profiles())
             return size
 
         return capture_model
@@ -235,6 +237,8 @@ class Observer(StepHooks):
         :param capture: seconds and bytes of the capture, excluding replays and trials.
         :param profile: whether to run eager steps, in which all ranks take part.
         """
+        if not os.environ.get(OBSERVE):  # it named a folder for an earlier engine of this process
+            return
         try:
             self._record(runner, self._described(runner, captures, capture, profile=profile))
         except Exception as error:
@@ -248,7 +252,8 @@ class Observer(StepHooks):
         drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
         ahead = steps_ahead(runner.vllm_config)
         watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts, ahead=ahead)
-        recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
+        seconds = seconds_of(SECONDS, EVERY, "observations are written every", _warn)
+        recorder = StepRecorder(Path(os.environ[OBSERVE]), name, seconds, watch, self._failed)
         recorder.begin(base)
         if self._runners == 1:
             atexit.register(self._finish)  # before the recorder's own, which was registered earlier
@@ -267,13 +272,13 @@ class Observer(StepHooks):
                 # An observation without eager costs is still worth its file.
                 costs.restore(runner)
                 LOG.error("%s", self._end("profiling eager steps", error))
-        base = facts.observation(runner, self._tracks, self._note)
+        base, plan = facts.observation(runner, self._tracks, self._note), self._plan()
         if self._asks:
             base = facts.with_answers(base, self._tracks)
         return replace(
             facts.with_capture(base, capture),
             # The hooks note every role that they fill, so that a plan without notes was read and not applied.
-            plan=digest(self._plan) if self._plan is not None and self._decisions else None,
+            plan=digest(plan) if plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),
             roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
             notes=tuple(self._notes),
@@ -290,7 +295,7 @@ class Observer(StepHooks):
                 self._starting = False
             # Here all ranks are together. In a step those without requests would not take part in dummy runs.
             if worker.model_runner.vllm_config.model_config.enforce_eager:
-                self._begin(worker.model_runner, profile=self._profile)
+                self._begin(worker.model_runner, profile=_profiles())
             return result
 
         return compile_or_warm_up_model
@@ -300,7 +305,7 @@ class Observer(StepHooks):
         # Memory profiling and idle ranks run dummies, which are no requests' steps.
         starting = self._starting or kwargs.get("dummy_run")
         if not starting and runner.vllm_config.model_config.enforce_eager:
-            if self._profile:
+            if _profiles():
                 self._note("eager steps were not profiled: the end of vLLM's start was not seen")
             self._begin(runner, profile=False)
             self._runners = self._runners or 1
