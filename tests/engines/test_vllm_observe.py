@@ -61,6 +61,19 @@ def test_drafts_are_counted_by_position(steps, data):
     assert seen.accepted == tuple(accepted[position] for position in range(most))
 
 
+@pytest.mark.parametrize("adaptive", [None, "manager"])
+def test_drafts_that_may_be_taken_back_are_not_counted(adaptive):
+    """Adaptive verification trims what was scheduled, and a draft that was never verified is not a rejected one."""
+    with process() as folder:
+        runner = started(adaptive=adaptive)
+        run(runner, step(4, 4, sampled=[2] * 4))
+        runner.shutdown()
+        seen = observed(folder)
+    assert seen.roles[0].steps == 1
+    assert (seen.drafted, seen.accepted) == (((), ()) if adaptive else ((4, 4, 4), (4, 0, 0)))
+    assert any("drafts are not counted" in note for note in seen.notes) is bool(adaptive)
+
+
 @pytest.mark.parametrize("environment", [{}, {observe.PROFILE: "1"}], ids=["plain", "profiled"])
 def test_graphs_are_the_captured_ones(environment):
     """In capture order, of the real capture only, with the chain's length where a graph has a chain."""

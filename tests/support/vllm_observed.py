@@ -94,6 +94,7 @@ def config(
     workspace=0,
     experts=(0, 0),
     warm_up=False,
+    adaptive=None,
 ):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
@@ -138,6 +139,7 @@ def config(
         log=[],
         broken=broken,
         workspace=workspace,
+        adaptive=adaptive,
     )
 
 

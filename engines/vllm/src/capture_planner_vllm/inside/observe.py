@@ -240,17 +240,24 @@ class Observer(StepHooks):
         if not os.environ.get(OBSERVE):  # it named a folder for an earlier engine of this process
             return
         try:
-            self._record(runner, self._described(runner, captures, capture, profile=profile))
+            drafts = self._drafts(runner)
+            self._record(runner, self._described(runner, captures, capture, profile=profile), drafts)
         except Exception as error:
             report(logging.ERROR, [self._end("describing what was captured", error)], error)
 
-    def _record(self, runner: Any, base: Observation) -> None:
+    def _drafts(self, runner: Any) -> int:
+        """Return the most drafts of a request that a step verifies; 0 where they cannot be counted."""
+        if getattr(runner, "adaptive_verification", None) is not None:
+            self._note("drafts are not counted: adaptive verification drops some of those that are scheduled")
+            return 0
+        return int(runner.num_speculative_steps) if self._reads_drafts else 0
+
+    def _record(self, runner: Any, base: Observation, drafts: int) -> None:
         """Write a file for a model runner, and count into it."""
         self._base = base
         self._runners += 1
         name = file_name(base, self._runners)
-        drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
-        ahead = steps_ahead(runner.vllm_config)
+        bonus, ahead = facts.bonus_tokens(runner), steps_ahead(runner.vllm_config)
         watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts, ahead=ahead)
         seconds = seconds_of(SECONDS, EVERY, "observations are written every", _warn)
         recorder = StepRecorder(Path(os.environ[OBSERVE]), name, seconds, watch, self._failed)

@@ -38,6 +38,7 @@ class GPUModelRunner:
         self.step_timing = StepTimingCollector()
         self.speculator = TargetDependentARSpeculator(vllm_config, fused) if self.num_speculative_steps else None
         self.cudagraph_manager = None
+        self.adaptive_verification = vllm_config.adaptive
         self.answers, self.dummies = [], []
         self.vocab_size = 100
         self.input_buffers = SimpleNamespace(
