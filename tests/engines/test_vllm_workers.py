@@ -1,6 +1,7 @@
 """Law 14 in vLLM: workers that would capture other graphs are refused on every one of them, before any capture."""
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import RunError
-from capture_planner_vllm.inside import workers
+from capture_planner_vllm.inside import observe, workers
+from support.vllm_observed import observed, process, run, started, step
 
 dist = pytest.importorskip("torch.distributed", reason="needs torch with torch.distributed")
 ANSWERS = st.lists(
@@ -102,3 +104,51 @@ def test_engine_goes_on_where_workers_cannot_be_compared(world, caplog):
     caplog.set_level(logging.WARNING, "capture_planner.vllm")
     workers.compare(SimpleNamespace(), "target", "plan x")
     assert "target: workers are not compared: AttributeError" in caplog.text
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([True, True, False, None]), st.integers(0, 8)), min_size=2, max_size=5),
+    st.booleans(),
+)
+def test_all_workers_profile_or_none_does(answers, patient):
+    """Whoever comes late, and whoever does not come: no worker runs its dummy steps alone."""
+    store, wanted = dist.HashStore(), {goes for goes, _ in answers}
+    seconds = 20 if patient and None not in wanted else 0.04
+
+    def one(rank):
+        goes, delay = answers[rank]
+        time.sleep(delay / 100)
+        return workers.all_go_on(store, rank, len(answers), "profile, 1", seconds=seconds, goes=goes)
+
+    ranks = [rank for rank, (goes, _) in enumerate(answers) if goes is not None]
+    with ThreadPoolExecutor(len(ranks) or 1) as pool:
+        found = set(pool.map(one, ranks))
+    assert len(found) <= 1
+    if seconds > 1 or wanted != {True}:
+        assert found in ({wanted == {True}}, set())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("other", ["1", "0", None])
+def test_worker_profiles_if_the_others_do(world, eager, other):
+    """Else a note says why there are no times; the engine runs."""
+    if other is not None:
+        world.set("capture_planner/profile, 1/1", other)
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runner = started(eager=eager, mode="NONE" if eager else "FULL_AND_PIECEWISE")
+        run(runner, step(4, 4))
+        runner.shutdown()
+        seen = observed(folder)
+    assert world.get("capture_planner/profile, 1/0") == b"1"
+    assert bool(seen.roles[0].eager) is (other == "1")
+    assert all(bool(graph.milliseconds) is (other == "1") for role in seen.roles for graph in role.graphs)
+    assert any("not profiled" in note for note in seen.notes) is (other != "1")
+    assert seen.roles[0].steps == 1
+
+
+def test_worker_that_does_not_profile_says_so_and_does_not_wait(world, monkeypatch):
+    """Its engine starts at once; the others read that they must not profile."""
+    monkeypatch.setattr(workers, "SECONDS", 60.0)
+    with process():
+        started().shutdown()
+    assert world.get("capture_planner/profile, 1/0") == b"0"

@@ -77,6 +77,11 @@ class Captures:
         self.left = 0
         """Bytes of the device that they took and did not give back; below 0 where they gave back what vLLM cached."""
 
+    @property
+    def profiles(self) -> bool:
+        """Whether graphs are timed."""
+        return self._trials is not None
+
     def begin(self, manager: Any, create_forward: CreateForward) -> CaptureLog:
         """Return the log of a manager's capture that begins."""
         log = self._logs[id(manager)] = CaptureLog(create_forward)

@@ -30,7 +30,7 @@ from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm.inside import device, facts
+from capture_planner_vllm.inside import device, facts, workers
 from capture_planner_vllm.inside import observe_seams as seams
 from capture_planner_vllm.inside import profile as costs
 from capture_planner_vllm.inside.captures import Captures
@@ -66,10 +66,6 @@ def attach(
         Observer(plan, {} if decisions is None else decisions).watch_managers(module)
     elif os.environ.get(PROFILE) == "1":
         _warn(f"nothing is profiled: {PROFILE} needs a folder, give one with {OBSERVE}")
-
-
-def _profiles() -> bool:
-    return bool(os.environ.get(OBSERVE)) and os.environ.get(PROFILE) == "1"
 
 
 def _warn(line: str) -> None:
@@ -185,7 +181,7 @@ class Observer(StepHooks):
             result = original(manager, log.create_forward, *args, **kwargs)
             try:
                 log.end()
-                if _profiles():
+                if captures.profiles:
                     captures.replay(manager, log)
                     captures.try_others(manager, log, original)
             except Exception as error:
@@ -203,7 +199,7 @@ class Observer(StepHooks):
             # A process that captures again gets another file, and the earlier one its last counts.
             self._finish()
             trials = None
-            if _profiles():
+            if self._profiles():
                 self._rows = self._dummy_rows(runner)
                 seconds = seconds_of(PROFILE_SECONDS, TRIALS, "graphs are tried for", _warn)
                 trials = Trials(runner, seconds, self._note)
@@ -215,10 +211,18 @@ class Observer(StepHooks):
             finally:
                 self._captures = None
             seconds = time.perf_counter() - start - captures.replaying
-            self._begin(runner, captures, (seconds, size), profile=_profiles())
+            self._begin(runner, captures, (seconds, size), profile=captures.profiles)
             return size
 
         return capture_model
+
+    def _profiles(self) -> bool:
+        """Return whether to profile: where the variables ask every worker to."""
+        asked = bool(os.environ.get(OBSERVE)) and os.environ.get(PROFILE) == "1"
+        agreed = workers.all_profile(profiles=asked)
+        if asked and not agreed:
+            self._note(f"not profiled, as not every worker is: give {OBSERVE} and {PROFILE}=1 to those of each host")
+        return agreed
 
     def _dummy_rows(self, runner: Any) -> DummyRows | None:
         try:
@@ -302,7 +306,7 @@ class Observer(StepHooks):
                 self._starting = False
             # Here all ranks are together. In a step those without requests would not take part in dummy runs.
             if worker.model_runner.vllm_config.model_config.enforce_eager:
-                self._begin(worker.model_runner, profile=_profiles())
+                self._begin(worker.model_runner, profile=self._profiles())
             return result
 
         return compile_or_warm_up_model
@@ -312,7 +316,7 @@ class Observer(StepHooks):
         # Memory profiling and idle ranks run dummies, which are no requests' steps.
         starting = self._starting or kwargs.get("dummy_run")
         if not starting and runner.vllm_config.model_config.enforce_eager:
-            if _profiles():
+            if os.environ.get(PROFILE) == "1":
                 self._note("eager steps were not profiled: the end of vLLM's start was not seen")
             self._begin(runner, profile=False)
             self._runners = self._runners or 1

@@ -29,6 +29,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 def refuse_differences(store: Store, rank: int, size: int, topic: str, graphs: str, seconds: float) -> None:
@@ -67,8 +68,9 @@ def compare(manager: Any, topic: str, plan: str) -> None:
     :raises RunError: as ``refuse_differences`` does; where the workers cannot be compared, a warning says why.
     """
     try:
-        place = _place(manager)
-        if place is not None:
+        place = _place()
+        # Stages have other managers: only the last one drafts.
+        if place is not None and manager.vllm_config.parallel_config.pipeline_parallel_size == 1:
             # Keys of a store stay: the managers that memory profiling makes and the real ones need different ones.
             _turns[topic] += 1
             refuse_differences(*place, f"{topic}, {_turns[topic]}", summary(manager._capture_descs, plan), SECONDS)
@@ -79,14 +81,37 @@ def compare(manager: Any, topic: str, plan: str) -> None:
         LOG.warning("%s: workers are not compared: %s", topic, class_and_message(error))
 
 
-def _place(manager: Any) -> tuple[Store, int, int] | None:
-    """Return the store of all workers, this one's rank, and how many there are; None where it has no like."""
+def all_profile(*, profiles: bool) -> bool:
+    """Return whether this worker and all others of its vLLM profile: dummy runs have collectives of all of them."""
+    try:
+        place = _place()
+        if place is None:
+            return profiles
+        _turns["profile"] += 1
+        return all_go_on(*place, f"profile, {_turns['profile']}", seconds=SECONDS, goes=profiles)
+    except Exception as error:
+        LOG.warning("profile: workers are not compared: %s", class_and_message(error))
+        return False
+
+
+def all_go_on(store: Store, rank: int, size: int, topic: str, *, seconds: float, goes: bool) -> bool:
+    """Return whether all workers go on and say so in time: the same on each; one that does not go on never waits."""
+    keys = [f"capture_planner/{topic}/{each}" for each in range(size)]
+    store.set(keys[rank], str(int(goes)))
+    until = time.monotonic() + seconds
+    while goes and not store.check(keys) and time.monotonic() < until:
+        time.sleep(0.01)
+    goes = goes and store.check(keys) and all(store.get(key) == b"1" for key in keys)
+    # The first that knows decides: one that sees a late answer would else go on without those that gave up.
+    return store.compare_set(f"capture_planner/{topic}", "", str(int(goes))) == b"1"
+
+
+def _place() -> tuple[Store, int, int] | None:
+    """Return the store of all workers, this one's rank, and how many there are; None where it is alone."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
-    if manager.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return None  # stages have other managers: only the last one drafts
     return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
 
 
