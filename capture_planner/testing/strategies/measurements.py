@@ -36,8 +36,7 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
     curves, graphs = [], []
     for role in spec.active_roles:
         # Without these a measured choice is refused; the other curves may be missing.
-        for mode in (GraphMode.FULL, GraphMode.NONE):
-            curves.append(draw(_curves(role, mode)))
+        curves += [draw(_curves(role, mode)) for mode in (GraphMode.FULL, GraphMode.NONE)]
         if draw(st.booleans()):
             curves.append(draw(_curves(role, GraphMode.PIECEWISE)))
         if draw(st.booleans()):
