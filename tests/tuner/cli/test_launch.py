@@ -4,6 +4,7 @@ import importlib
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,43 @@ def test_engine_runs_with_what_was_printed(call: Run, monkeypatch: pytest.Monkey
     assert (environment["KEPT"], environment["CAPTURE_PLANNER_PLAN"]) == ("1", DENSE)
 
 
+@pytest.mark.parametrize("command", [SERVE, ("/venv/bin/vllm", *SERVE[1:]), ("X=1", *SERVE), ("python", "serve.py")])
+def test_an_engine_is_observed_without_a_plan(call: Run, command: tuple[str, ...]) -> None:
+    """It runs by itself: nothing is added, and no plan is named."""
+    observed = f"CAPTURE_PLANNER_OBSERVE={Path('seen').absolute()}"
+    own = [word for word in command if "=" in word]
+    ran = call("launch", "--observe", "seen", "--profile", "--dry-run", "--", *command)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.splitlines() == [*own, observed, "CAPTURE_PLANNER_PROFILE=1", shlex.join(command[len(own) :])]
+
+
+def test_a_program_with_its_folder_is_no_plan(call: Run, tmp_path: Path) -> None:
+    """A server's program is a file, too."""
+    program = tmp_path / "vllm"
+    program.touch()
+    for command in ((str(program), *SERVE[1:]), (sys.executable, "serve.py")):
+        ran = call("launch", "--observe", "seen", "--dry-run", "--", *command)
+        assert ran.out.splitlines()[-1] == shlex.join(command)
+        assert "PLAN is missing" in call("launch", "--dry-run", "--", *command).err
+
+
+def test_an_observed_engine_runs_without_an_exported_plan(
+    call: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By itself means without a plan; if it fails early, the advice is to start it unobserved."""
+    environments = []
+    monkeypatch.setenv("CAPTURE_PLANNER_PLAN", "other.yaml")
+    monkeypatch.setattr(child, "run_engine", lambda words, environment, received: environments.append(environment) or 1)
+    ran = call("launch", "--observe", str(tmp_path / "seen"), "--", *SERVE)
+    (environment,) = environments
+    assert (ran.code, "CAPTURE_PLANNER_PLAN" in environment) == (1, False)
+    assert environment["CAPTURE_PLANNER_OBSERVE"] == str(tmp_path / "seen")
+    assert ran.err.splitlines()[1:] == [
+        "It ran observed. If it starts unobserved, please report both logs.",
+        f"To start it unobserved: {shlex.join(SERVE)}",
+    ]
+
+
 @pytest.mark.parametrize(("code", "explained"), [(1, True), (137, True), (0, False), (130, False), (143, False)])
 def test_engine_that_fails_early_is_explained(
     call: Run, monkeypatch: pytest.MonkeyPatch, code: int, explained: bool
@@ -88,6 +126,7 @@ def test_engine_that_fails_early_is_explained(
         (("--", "python3", "serve.py"), "PLAN"),
         (("--dry-run",), "PLAN"),
         ((DENSE, "--dry-run"), "the engine's command"),
+        (("--observe", "seen", "--dry-run"), "the engine's command"),
     ],
 )
 def test_missing_words_are_named_with_an_example(call: Run, words: tuple[str, ...], missing: str) -> None:
@@ -201,6 +240,11 @@ def test_script_gets_the_environment_and_notes(call: Run) -> None:
     [
         ((DENSE, "--dry-run", "--", "ls"), "ls: expected one of "),
         ((DENSE, "--dry-run", "--", "trtllm-serve", "serve", "x"), "tensorrt-llm has no plugin that runs a plan"),
+        (
+            ("--observe", "seen", "--", "trtllm-serve", "serve", "x"),
+            "tensorrt-llm has no plugin that runs a plan or obs",
+        ),
+        (("--observe", "seen", "--", "ls"), "ls: expected one of "),
         ((DENSE, "--profile", "--", *SERVE), "give --observe FOLDER too"),
         ((DENSE, "--observe", "--", *SERVE), "--observe needs a FOLDER, got --"),
         ((DENSE,), "is missing"),

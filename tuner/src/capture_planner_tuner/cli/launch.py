@@ -157,7 +157,7 @@ def launch(
     environment and the command line, one per line, and runs the command: as a child that takes its signals,
     and whose exit code it returns. If that ends before it has captured, it says how to start without the plan.
     Flags of the command that contradict the plan are errors. A Python script gets the environment only; its
-    flags are notes.
+    flags are notes. With --observe FOLDER, PLAN may be left out: the engine then runs by itself, observed.
 
     With --auto FOLDER there is no PLAN: launch --auto FOLDER -- vllm serve MODEL. The first start observes and
     profiles. Each later one tunes on what was observed, runs the best plan that is known, and checks what it promised.
@@ -171,18 +171,15 @@ def launch(
             _show(prepared.variables, prepared.words)
         click.get_current_context().exit(code or 0)
     if plan_file is None or _is_program(plan_file, command):
-        raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
+        if observe is None:
+            raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
+        command, plan_file = (*filter(None, [plan_file]), *command), None
     if not command:
         raise click.UsageError(f"the engine's command is missing: {_EXAMPLE}")
     # click takes the next option as the value where the folder is forgotten.
     if observe is not None and str(observe).startswith("-"):
         raise click.UsageError(f"--observe needs a FOLDER, got {observe}.")
-    if plan_file == "-" or plan_file.startswith("/dev/") or Path(plan_file).is_fifo():
-        raise click.UsageError(f"{plan_file} is read once, and the engine reads the plan itself; name its file.")
-    document = read_document(plan_file)
-    if document.kind is Spec:
-        raise click.UsageError(f"{plan_file} is a spec; write its plan first: capture-planner plan {plan_file} -o PLAN")
-    plan = document.load(Plan)
+    plan = None if plan_file is None else _plan_of(plan_file)
     if profile and observe is None:
         raise click.UsageError("--profile writes its times into the observation; give --observe FOLDER too.")
     command, said = _of_script(command)
@@ -190,7 +187,8 @@ def launch(
     # What is exported reaches the engine, too.
     exported = {name: os.environ[name] for name in (OBSERVE, PROFILE, STRICT) if os.environ.get(name)}
     # Variables in front of the command win over exported ones, and this command's options over both.
-    variables = {**exported, **variables, PLAN: str(Path(plan_file).absolute())}
+    variables = {**exported, **variables}
+    variables |= {PLAN: str(Path(plan_file).absolute())} if plan_file is not None else {}
     variables |= {OBSERVE: str(observe.absolute())} if observe is not None else {}
     variables |= {name: "1" for name, wanted in ((PROFILE, profile), (STRICT, strict)) if wanted}
     words, notes = _completed(plan, own)
@@ -200,8 +198,18 @@ def launch(
         make_folder(OBSERVE if observe is None else "--observe", Path(variables[OBSERVE]))
     _show(variables, words)
     if not dry_run:
-        applied = f"{plan_file} ({digest(plan)[:15]})"
+        applied = None if plan is None else f"{plan_file} ({digest(plan)[:15]})"
         click.get_current_context().exit(_run(words, variables, applied, command))
+
+
+def _plan_of(file: str) -> Plan:
+    """Return the plan in a file; raises ``click.UsageError`` for what the engine could not read as one."""
+    if file == "-" or file.startswith("/dev/") or Path(file).is_fifo():
+        raise click.UsageError(f"{file} is read once, and the engine reads the plan itself; name its file.")
+    document = read_document(file)
+    if document.kind is Spec:
+        raise click.UsageError(f"{file} is a spec; write its plan first: capture-planner plan {file} -o PLAN")
+    return document.load(Plan)
 
 
 def _show(variables: Mapping[str, str], words: Sequence[str]) -> None:
@@ -241,11 +249,12 @@ def _auto_words(folder: Path, command: Sequence[str | None], others: Mapping[str
 
 def _is_program(word: str, rest: Sequence[str]) -> bool:
     """Whether a word that should name a plan begins a command instead."""
-    # A file wins: a plan may be named like a program.
-    if Path(word).exists():
-        return False
     every = [item.value for item in engines().values()]
-    return bool(split_variables([word])[0]) or started([word, *rest], every) is not None or which(word) is not None
+    runs = which(word) is not None
+    if started([word, *rest], every) is not None or (runs and Path(word).name.startswith("python")):
+        return True
+    # Else a file wins: a plan may be named like a program.
+    return not Path(word).exists() and (runs or bool(split_variables([word])[0]))
 
 
 def _of_script(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -267,53 +276,54 @@ def _of_script(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ..
     return (*command[: len(command) - len(own)], *words), (note, *line.assumptions)
 
 
-def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the whole command, and notes."""
-    able = [item.value for item in engines().values() if item.value.launch is not None]
-    found = started(command, able)
+def _completed(plan: Plan | None, command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the whole command, and notes; without a plan nothing is added."""
+    every = [item.value for item in engines().values()]
+    able = [engine for engine in every if engine.launch is not None]
+    found = started(command, every)
     if found is not None:
         engine, count = found
-        assert engine.launch is not None
+        if engine.launch is None:
+            names = ", ".join(engine.name for engine in able) or "no installed engines"
+            raise click.UsageError(f"{engine.name} has no plugin that runs a plan or observes; {names} have one.")
+        if plan is None:
+            return list(command), []
         if "--" in command[count:]:
             raise click.UsageError(f"{shlex.join(command)}: words after -- are no flags, and the plan's go last.")
         added = engine.launch(plan, command[count:])
         return [*command, *added.arguments], list(added.notes)
-    other = started(command, [item.value for item in engines().values()])
-    if other is not None:
-        names = ", ".join(engine.name for engine in able) or "no installed engines"
-        raise click.UsageError(f"{other[0].name} has no plugin that runs a plan; {names} have one.")
     python = any(Path(word).name.startswith("python") for word in command)  # a shell has -c, too
     if not any(word.endswith(".py") or word == "-m" or (python and word == "-c") for word in command):
         programs = ", ".join(program for engine in able for program in engine.programs if " " in program)
         raise click.UsageError(f"{shlex.join(command)}: expected one of {programs}, or a Python script.")
     notes = []
-    for engine in able:
+    for engine in able if plan is not None else ():
         assert engine.launch is not None
         added = engine.launch(plan, [])
         notes += [f"a script that runs {engine.name} must set: {shlex.join(added.arguments)}", *added.notes]
     return list(command), notes
 
 
-def _run(words: Sequence[str], variables: Mapping[str, str], applied: str, command: Sequence[str]) -> int:
+def _run(words: Sequence[str], variables: Mapping[str, str], applied: str | None, command: Sequence[str]) -> int:
     """Run the engine and return its exit code; where it failed before it had captured, say how to start it otherwise.
 
-    :param applied: the plan, in words.
-    :param command: the command without the plan.
+    :param applied: the plan, in words; None: it runs by itself.
+    :param command: the command by itself.
     :raises EngineError: the program is not there.
     """
-    # The mark of another launch around this one would be made by this engine.
-    inherited = {name: value for name, value in os.environ.items() if name != STARTED}
+    # A plan that is exported is not the one of this launch, and the mark of another would be made by this engine.
+    inherited = {name: value for name, value in os.environ.items() if name not in (PLAN, STARTED)}
     ended = run_marked(words, {**inherited, **variables})
     if ended.code and not ended.interrupted and not ended.captured:
         _explain(ended.code, words[0], applied, command)
     return ended.code
 
 
-def _explain(code: int, program: str, applied: str, command: Sequence[str]) -> None:
-    """Say which plan an engine ran under that ended early, and how to start it without one."""
+def _explain(code: int, program: str, applied: str | None, command: Sequence[str]) -> None:
+    """Say under what an engine ran that ended early, and how to start it without."""
+    ran, without = ("observed", "unobserved") if applied is None else (f"under the plan {applied}", "without the plan")
     click.echo(printable(f"{program} ended with exit code {code} before it had captured its graphs."), err=True)
-    without = "If it starts without the plan, please report both logs."
-    click.echo(printable(f"It ran under the plan {applied}. {without}"), err=True)
+    click.echo(printable(f"It ran {ran}. If it starts {without}, please report both logs."), err=True)
     given, own = split_variables(command)
     variables = (f"{name}={quoted(value)}" for name, value in given.items())
-    click.echo(f"To start it without the plan: {' '.join([*variables, *map(quoted, own)])}", err=True)
+    click.echo(f"To start it {without}: {' '.join([*variables, *map(quoted, own)])}", err=True)
