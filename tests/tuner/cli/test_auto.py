@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from capture_planner import codec
-from capture_planner.records._base import digest
+from capture_planner.measuring.workers import read_workers
+from capture_planner.records._base import digest, replace
 from capture_planner.records.plan import Plan
 from capture_planner_tuner.auto import start
 from capture_planner_tuner.auto.decisions import TuneProposal, graphs_of
@@ -372,6 +373,20 @@ def test_compare_finds_the_plan_in_the_folder(loop: Loop) -> None:
     assert promise["verdict"] == "broken"
     assert "decodes of 1 for 1 to 256 requests" in promise["reason"]
     assert promise["before"]["measured_ms"] == 10.0
+
+
+def test_compare_takes_no_other_engine_for_the_one_without_the_plan(loop: Loop, tmp_path: Path) -> None:
+    """Another deployment, or the plan itself, as A is a note; the verdict on B stays."""
+    loop.start()
+    loop.start(GOOD)
+    before, after = (loop.folder / "runs" / str(number) for number in (1, 2))
+    other = tmp_path / "other.yaml"
+    codec.write(other, codec.dumps(replace(read_workers(before), model="another", device=None)))
+    kept = loop.call("compare", str(before), str(after), "--format", "json").data["promise"]
+    for a, reason in ((after, "A ran under B's plan, too"), (other, "A is another deployment than B (device, model)")):
+        ran = loop.call("compare", str(a), str(after), "--format", "json")
+        assert f"note: {reason}: the promise is checked by B alone" in " ".join(ran.err.split())
+        assert ran.data["promise"] == {**kept, "before": None}
 
 
 def environment_of(loop: Loop) -> dict[str, str]:

@@ -68,20 +68,28 @@ class TuneProposal:
 
 def facts_of(observation: Observation) -> str:
     """Return the digest of what has to be equal for a plan of one run to fit another."""
+    return digest(_facts(observation))
+
+
+def other_facts(one: Observation, other: Observation) -> list[str]:
+    """Return the names of the facts that keep a plan of one run from fitting another."""
+    facts = _facts(other)
+    return [name for name, value in _facts(one).items() if value != facts[name]]
+
+
+def _facts(observation: Observation) -> dict[str, object]:
     drafts = observation.speculative
-    return digest(
-        {
-            "engine": observation.engine,
-            "version": observation.engine_version,
-            "device": observation.device,
-            "model": observation.model,
-            "limits": observation.limits,
-            "speculative": None if drafts is None else (str(drafts.method), drafts.num_tokens),
-            "lora": observation.lora,
-            "parallel": observation.parallel,
-            "world_size": observation.world_size,
-        }
-    )
+    return {
+        "engine": observation.engine,
+        "version": observation.engine_version,
+        "device": observation.device,
+        "model": observation.model,
+        "limits": observation.limits,
+        "speculative": None if drafts is None else (str(drafts.method), drafts.num_tokens),
+        "lora": observation.lora,
+        "parallel": observation.parallel,
+        "world_size": observation.world_size,
+    }
 
 
 def graphs_of(plan: Plan) -> str:

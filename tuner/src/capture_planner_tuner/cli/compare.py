@@ -37,6 +37,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.report.plain import plain
+from capture_planner_tuner.auto.decisions import other_facts
 from capture_planner_tuner.auto.start import kept_plan
 from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import PromiseCheck, check_promise
@@ -127,7 +128,17 @@ def _checked(b: str, documents: Sequence[Document | None], plan_file: Path | Non
     if plan.promise is None:
         show_notes([f"{found} promised nothing: its sizes were not chosen by costs of this engine itself"])
         return None
-    return check_promise(plan.promise, after, before), str(found)
+    unlike = None if before is None else _unlike(before, after)
+    show_notes([] if unlike is None else [unlike])
+    return check_promise(plan.promise, after, before if unlike is None else None), str(found)
+
+
+def _unlike(before: Observation, after: Observation) -> str | None:
+    """Return why A does not show what B's engine takes without its plan; None where it does."""
+    if before.plan == after.plan:
+        return "A ran under B's plan, too: the promise is checked by B alone"
+    other = ", ".join(other_facts(before, after))
+    return f"A is another deployment than B ({other}): the promise is checked by B alone" if other else None
 
 
 def _load(
