@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _PLACE = re.compile(r"(?P<place>.*rank\d+)\.\d+(\.\d+)?\.ya?ml")
 """The names of files that engines write for a worker: what comes before its process."""
 
+_HEAD = re.compile(r'^started: \W?([\d:T.-]+).*?^model: "?([^"\n]*)', re.MULTILINE | re.DOTALL)
+
 _SHAPE = attrgetter("num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras", "graph", "reason")
 
 _COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative", "lora", "parallel", "world_size")
@@ -40,10 +43,15 @@ def read_workers(folder: str | Path) -> Observation:
     """
     newest: dict[str, Path] = {}
     # Files of earlier processes of a worker stay in the folder; the latest replaces them.
-    for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):
+    heads = sorted(map(_head, Path(folder).glob("*.y*ml")))
+    for *_, path in heads:
         match = _PLACE.fullmatch(path.name)
         # Files of other names count as one worker, so that copies are not added up.
         newest[match["place"] if match else ""] = path
+    of_models = {model: path for *_, model, path in heads if model}
+    if len(of_models) > 1:
+        *others, (_, name) = of_models.items()
+        raise InvalidDocument(_differs(path, f"model is {model}", name) for model, path in others)
     documents = map(codec.Document.read, newest.values())
     named = [(each.name, each.load(Observation)) for each in documents if each.is_observation]
     if not named:
@@ -51,6 +59,19 @@ def read_workers(folder: str | Path) -> Observation:
         remedy = "name the folder that an engine observed into, or a file"
         raise InvalidDocument([Problem(file=str(folder), message=message, remedy=remedy)])
     return as_one(named)
+
+
+def _head(path: Path) -> tuple[str, int, str, Path]:
+    """Return what tells the latest of many files without parsing them: its start, its last change, and its model."""
+    text = ""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(4096)  # what cannot be read is an error where it is the latest
+    started, model = match.groups() if (match := _HEAD.search(text)) else ("", "")
+    return started, path.stat().st_mtime_ns, model, path
+
+
+def _differs(file: str | Path, text: str, name: str | Path) -> Problem:
+    return Problem(file=str(file), message=f"{text}, compared with {name}", remedy="read each file by itself")
 
 
 def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
@@ -64,11 +85,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
     if len(named) == 1:
         return named[0][1]
     (name, first), *others = named
-    problems = [
-        Problem(file=file, message=f"{text}, compared with {name}", remedy="read each file by itself")
-        for file, other in others
-        for text in _differences(first, other)
-    ]
+    problems = [_differs(file, text, name) for file, other in others for text in _differences(first, other)]
     places = Counter((each.replica, each.rank) for _, each in named)
     problems += [
         Problem(file=file, message=f"another file is of rank {each.rank}, too", remedy="name one file of each worker")
@@ -91,8 +108,7 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
             _role([[each.roles[place] for each in team] for team in teams]) for place in range(len(first.roles))
         ),
         decisions=tuple(dict.fromkeys(decision for each in seen for decision in each.decisions)),
-        drafted=_drafts(teams, "drafted"),
-        accepted=_drafts(teams, "accepted"),
+        **_drafts(teams),
         idle_steps=sum(each.idle_steps for each in speaking),
         notes=tuple(dict.fromkeys(_notes(seen))),
     )
@@ -133,10 +149,11 @@ def _of(items: Sequence[Any], name: str, choose: Callable[..., T]) -> T | None:
     return choose((value for each in items if (value := getattr(each, name)) is not None), default=None)
 
 
-def _drafts(teams: Sequence[Sequence[Observation]], name: str) -> tuple[int, ...]:
+def _drafts(teams: Sequence[Sequence[Observation]]) -> Mapping[str, tuple[int, ...]]:
     """Return the drafts of all data-parallel ranks: of the workers of each, one has the tokens."""
-    most = (max((getattr(each, name) for each in team), key=sum) for team in teams)
-    return tuple(map(sum, zip_longest(*most, fillvalue=0)))
+    having = [max(team, key=lambda each: sum(each.drafted)) for team in teams]
+    by_rank = {name: map(attrgetter(name), having) for name in ("drafted", "accepted")}
+    return {name: tuple(map(sum, zip_longest(*counts, fillvalue=0))) for name, counts in by_rank.items()}
 
 
 def _role(teams: Sequence[Sequence[ObservedRole]]) -> ObservedRole:
@@ -153,9 +170,8 @@ def _role(teams: Sequence[Sequence[ObservedRole]]) -> ObservedRole:
     trials = grouped((graph for role in every for graph in role.trials), attrgetter("entry"))
     eager = grouped((cost for role in every for cost in role.eager), attrgetter("num_reqs", "num_tokens", "query_len"))
     batches = grouped((count for team in teams for count in _team(team)), _SHAPE)
-    # A vector is counted by each rank that had work.
-    by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
-    # The largest count comes last, and is kept.
+    # A vector is counted by each rank that had work: the largest count comes last, and is kept.
+    by_steps = sorted((each for role in speaking for each in role.vectors), key=attrgetter("steps"))
     vectors = {replace(each, steps=0): each for each in by_steps}
     return replace(
         every[0],

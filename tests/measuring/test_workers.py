@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from itertools import cycle
+from itertools import cycle, permutations
 from operator import attrgetter
 from pathlib import Path
 
@@ -197,6 +197,42 @@ def test_folder_stands_for_the_newest_workers_in_it(tmp_path):
     assert read_workers(tmp_path).roles[0].steps == 2
     shown = CliRunner().invoke(show, [str(tmp_path), "--format", "json"])
     assert (shown.exit_code, codec.loads(shown.stdout, type(BASE))) == (0, read_workers(tmp_path))
+
+
+@pytest.mark.parametrize("changed", [*permutations(range(1, 4))])
+def test_the_latest_worker_is_the_one_that_started_last(tmp_path, changed):
+    """Files that are copied have times of their own."""
+    for start, process in enumerate(changed):
+        started = f"2026-11-22T13:00:0{start}{'.5Z' if start % 2 else 'Z'}"
+        written(tmp_path, worker(0, 1, 1, {1: (1 + start, None)}, started=started), process=process)
+    assert read_workers(tmp_path).roles[0].steps == len(changed)
+
+
+@pytest.mark.parametrize("names", [("vllm.rank0.3.yaml", "vllm.rank0.7.yaml"), ("a.yaml", "b.yaml")])
+def test_files_of_several_models_in_a_folder_are_refused(tmp_path, names):
+    """Also those of one worker, of which only the latest is read; other files are none of its business."""
+    for name, model in zip(names, ("8b", "0.6b"), strict=True):
+        (tmp_path / name).write_text(codec.dumps(worker(0, 1, 1, {}, model=model)))
+    (tmp_path / "plan.yaml").write_text(codec.dumps(PLAN))
+    with pytest.raises(InvalidDocument, match=f"{names[0]}: model is 8b, compared with .*{names[1]}"):
+        read_workers(tmp_path)
+    (tmp_path / names[0]).unlink()
+    assert read_workers(tmp_path).model == "0.6b"
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), max_size=3), min_size=2, max_size=4)
+)
+def test_drafts_are_those_of_one_of_the_workers_that_take_the_same_steps(drafts):
+    """The one that drafted most; what another accepted is none of its drafts."""
+    pairs = [(tuple(drafted for _, drafted in own), tuple(accepted for accepted, _ in own)) for own in drafts]
+    named = [
+        (str(rank), worker(rank, len(pairs), 1, {}, drafted=drafted, accepted=accepted))
+        for rank, (drafted, accepted) in enumerate(pairs)
+    ]
+    whole = as_one(named)
+    assert (whole.drafted, whole.accepted) in pairs
+    assert sum(whole.drafted) == max(sum(drafted) for drafted, _ in pairs)
 
 
 def test_folder_without_observations_is_an_error(tmp_path):
