@@ -25,13 +25,8 @@ MAX_BATCHES = 512
 MAX_VECTORS = 32
 """Most vectors of data-parallel ranks of one role in an observation; steps of others are only counted."""
 
-Moment = Annotated[
-    str,
-    Pattern(
-        r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|\+00:00)",
-        "a time in UTC such as 2026-11-22T13:00:00Z",
-    ),
-]
+_UTC = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(Z|\+00:00)"
+Moment = Annotated[str, Pattern(_UTC, "a time in UTC such as 2026-11-22T13:00:00Z")]
 
 
 @attrs.frozen(kw_only=True)
@@ -126,14 +121,10 @@ class BatchCount:
 
 def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ...]:
     def place(count: BatchCount) -> tuple[object, ...]:
-        numbers = (count.query_len, count.graph, count.milliseconds, count.interval, count.interval_error)
-        return (
-            *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
-            count.intervals,
-            # None does not compare with numbers.
-            *(-1 if number is None else number for number in numbers),
-            count.reason or "",
-        )
+        known = (count.num_tokens, count.past_prompt, count.active_loras, count.samples, count.intervals)
+        others = (count.query_len, count.graph, count.milliseconds, count.interval, count.interval_error)
+        numbers = (-1 if number is None else number for number in others)  # None does not compare with numbers
+        return (-count.steps, count.num_reqs, *known, *numbers, count.reason or "")
 
     return tuple(sorted(counts, key=place))
 
@@ -297,7 +288,14 @@ class Observation:
     notes: tuple[str, ...] = field("further facts, in sentences", default=())
 
     def _problems(self) -> Iterator[Problem]:
-        return duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
+        yield from duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
+        if len(self.accepted) != len(self.drafted):
+            yield Problem(
+                path=("accepted",), message=f"{len(self.accepted)} positions, drafted has {len(self.drafted)}"
+            )
+        for place, (held, proposed) in enumerate(zip(self.accepted, self.drafted, strict=False)):
+            if held > proposed:
+                yield Problem(path=("accepted", place), message=f"expected at most {proposed}, as drafted, got {held}")
 
     def kv_tokens(self, mib: float) -> int | None:
         """Return how many tokens of the KV cache so many MiB of one device would hold; None where that is not known."""

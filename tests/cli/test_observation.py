@@ -16,7 +16,7 @@ from capture_planner.modes import Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
-from support.commands import PLAN, SPEC, Run
+from support.commands import PLAN, SPEC, Run, edited
 from support.observing import observation_of
 
 
@@ -46,6 +46,24 @@ def of_flags(tmp_path: Path) -> str:
     path = tmp_path / "of-flags.yaml"
     codec.write(path, codec.dumps(observation_of(emulation)))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "wrong"),
+    [
+        ("[40, 51, 10]", "accepted[1]: expected at most 50, as drafted, got 51"),
+        ("[40]", "accepted: 1 positions, drafted has 3"),
+        ("[40, 20, 10, 0]", "accepted: 4 positions, drafted has 3"),
+    ],
+)
+def test_more_accepted_than_drafted_is_refused(run: Run, of_plan: str, accepted: str, wrong: str) -> None:
+    """Of each position, with its place in the file."""
+    edited("wrong.yaml", of_plan, ("accepted: [40, 20, 10]", f"accepted: {accepted}"))
+    line = 1 + Path("wrong.yaml").read_text("utf-8").splitlines().index(f"accepted: {accepted}")
+    shown = run("show", "wrong.yaml")
+    assert shown.code == 1
+    assert f"error: wrong.yaml:{line}:" in shown.err
+    assert wrong in shown.err
 
 
 def test_show_has_what_was_captured_and_what_ran(run: Run, of_plan: str) -> None:
