@@ -6,7 +6,9 @@ observed: each is decided over the whole admissible space, through the engine's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -54,8 +56,7 @@ class CheckInput:
     def by_role(self, condition: Callable[[BatchAnswer], bool]) -> Iterator[tuple[Role, list[Run]]]:
         """Yield each role that has batches under a condition, with the runs of them."""
         for manager in self.emulation.managers:
-            selected = list(runs(filter(condition, self._of_role.get(manager.role, ()))))
-            if selected:
+            if selected := list(runs(filter(condition, self._of_role.get(manager.role, ())))):
                 yield manager.role, selected
 
 
@@ -166,8 +167,7 @@ class ChangeTrials:
         """Return the input of rules for a changed command line; raises ``FlagError`` where the engine refuses it."""
         key = tuple(before.command), change
         if key not in self._made:
-            emulate = self.engine.emulate
-            after = self.engine.fixes.after(emulate, before.command, change, self.environment)
+            after = self.engine.fixes.after(self.engine.emulate, before.command, change, self.environment)
             self._made[key] = _subject(after, self.engine)
         return self._made[key]
 
@@ -205,22 +205,22 @@ def fixed_together(emulation: Emulation, findings: Sequence[EngineFinding], tria
     """Return changes that remove the findings of several fixes, each of which adds none; None if one is enough.
 
     The fixes of ``check`` are proved one by one, and two of them may contradict each other. Here each is chosen for
-    the command line that has those before it. None gives something up. A finding whose fix would bring back another
-    stays: sizes for decodes of 1 + K tokens, for example, that the drafter's decodes do not fit.
+    the command line that has those before it. None gives something up. Findings that are not given stay, and so does
+    one whose fix would bring back another: sizes for decodes of 1 + K tokens that the drafter's decodes do not fit.
     """
     fixes = {(each.rule.code, each.diagnosis.role): each.fix for each in findings if each.fix.startswith("give ")}
     if len(set(fixes.values())) < 2:
         return None
+    asked = {(each.rule.code, each.diagnosis.role) for each in findings}
     current, found, changes = emulation, _diagnoses(trials.unchanged(emulation)), []
-    while (step := _step(current, found, trials)) is not None:
+    while (step := _step(current, found, asked, trials)) is not None:
         current, found, change = step
         changes.append(change)
     if len({fix for key, fix in fixes.items() if key not in found}) < 2:
         return None
     left = tuple(dict.fromkeys(code for code, _ in found))
-    return Together(
-        command=tuple(current.command), changes=tuple(changes), price=change_text(emulation, current), left=left
-    )
+    price = change_text(emulation, current)
+    return Together(command=tuple(current.command), changes=tuple(changes), price=price, left=left)
 
 
 Diagnoses = dict[tuple[str, Role], Diagnosis]
@@ -231,9 +231,13 @@ def _diagnoses(subject: CheckInput) -> Diagnoses:
     return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in subject.diagnoses(rule)}
 
 
-def _step(current: Emulation, found: Diagnoses, trials: ChangeTrials) -> tuple[Emulation, Diagnoses, FlagChange] | None:
-    """Return the first change that removes a finding and adds none, with what it makes of the engine."""
+def _step(
+    current: Emulation, found: Diagnoses, asked: Collection[tuple[str, Role]], trials: ChangeTrials
+) -> tuple[Emulation, Diagnoses, FlagChange] | None:
+    """Return the first change that removes one of the findings asked for and adds none, with what it makes of both."""
     for (code, role), diagnosis in found.items():
+        if (code, role) not in asked:
+            continue
         for change in islice(trials.engine.fixes.changes(code, current, role, diagnosis.runs), MOST_TRIED):
             if change.instead:
                 continue
@@ -262,13 +266,10 @@ def _remedy(before: Emulation, changes: Iterable[FlagChange], removed: Callable[
         # The first of its kind is the one that the engine's fixes prefer.
         if each.instead in found:
             continue
-        try:
-            after = removed(each)
-        # The engine refuses the change, so it is no advice.
-        except InvalidValue:
-            continue
-        if after is not None:
-            found[each.instead] = f"{each} ({change_text(before, after)})"
+        # What the engine refuses is no advice.
+        with suppress(InvalidValue):
+            if (after := removed(each)) is not None:
+                found[each.instead] = f"{each} ({change_text(before, after)})"
     return "; or ".join(found[instead] for instead in (False, True) if instead in found)
 
 
@@ -343,8 +344,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         # Piecewise is what was asked for here: only decodes without any graph lack one.
         if mode is GraphMode.PIECEWISE:
             return ran is GraphMode.NONE and answer.best is None and answer.batch.role in graphed
-        best = answer.best
-        return best is None or best.mode is not GraphMode.FULL
+        return answer.best is None or answer.best.mode is not GraphMode.FULL
 
     for role, selected in subject.by_role(lacking):
         eager = _count(runs(a for run in selected for a in run.answers if a.answer.entry is None))
@@ -353,8 +353,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
         # By default engines admit more requests than they have graphs for, so an operator did not ask for these.
         by_default = not subject.emulation.asked_sizes and not _is_asked(subject, subject.engine.limits[0])
-        harmless = by_default and all(run.batch.query_len == 1 for run in selected)
-        severity = Severity.NOTE if harmless else None
+        severity = Severity.NOTE if by_default and all(run.batch.query_len == 1 for run in selected) else None
         yield Diagnosis(role, message, _count(selected), severity, selected, lacking)
 
 
@@ -498,8 +497,7 @@ def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         return answer.answer.reason is Reason.SPLIT and answer.best is not None
 
     for role, selected in subject.by_role(split):
-        decodes = [run for run in selected if run.batch.kind is Kind.DECODE]
-        severity = None if decodes else Severity.NOTE
+        severity = None if any(run.batch.kind is Kind.DECODE for run in selected) else Severity.NOTE
         message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
         yield Diagnosis(role, message, _count(selected), severity, selected, split)
 
@@ -513,10 +511,9 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """
     emulation = subject.emulation
     for decision in emulation.decisions:
-        if decision.rule == "encoder":
-            yield Diagnosis(Role.TARGET, decision.message)
-        elif decision.rule == "encoder-while-serving":
-            yield Diagnosis(Role.TARGET, decision.message, severity=Severity.NOTE)
+        if decision.rule in ("encoder", "encoder-while-serving"):
+            severity = None if decision.rule == "encoder" else Severity.NOTE
+            yield Diagnosis(Role.TARGET, decision.message, severity=severity)
     for encoder in emulation.encoders:
         largest, reach = encoder.budgets[-1], encoder.reach
         # Of images the last budget decides: there is no larger graph to fall back to.
@@ -591,10 +588,8 @@ def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[Batch
         # Prompts that have the shape of a decode are none (law 5).
         batch = attrs.evolve(batch, query_len=batch.uniform_query_len)
         # What ran is the answer, whatever the dispatcher would say: OB002 compares the two.
-        if count.graph is None:
-            answer = Dispatch(None, reason=count.reason)
-        else:
-            answer = served(role.graphs[count.graph].entry, batch)
+        entry = None if count.graph is None else role.graphs[count.graph].entry
+        answer = Dispatch(None, reason=count.reason) if entry is None else served(entry, batch)
         yield count, BatchAnswer(batch=batch, answer=answer, graphs=rows, last=batch.extent(batch.kind))
 
 
@@ -633,18 +628,14 @@ def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[D
     Something else decided while the engine ran: another rank, a profile, a feature of a request.
     """
     for role in observation.roles:
-        steps, example = 0, None
-        for count, _ in answers_of(role, emulation):
-            answer = emulation.dispatch(count.batch(role.role))
-            # Another graph than the dispatcher's is not looked at: observed_diff compares those with a plan.
-            if count.graph is None and answer.entry is not None:
-                steps += count.steps
-                example = example or (count, answer)
-        if example is not None:
-            count, answer = example
+        # Another graph than the dispatcher's is not looked at: observed_diff compares those with a plan.
+        eager = [(count, emulation.dispatch(count.batch(role.role))) for count in role.batches if count.graph is None]
+        missed = [(count, answer.entry) for count, answer in eager if answer.entry is not None]
+        if missed:
+            (count, entry), steps = missed[0], sum(count.steps for count, _ in missed)
             message = (
                 f"{role.role}: {share(steps, role.steps)} ran eager although the dispatcher has a graph, such as "
-                f"{shape(count)}, for which it has {answer.entry} ({why(count.reason)})"
+                f"{shape(count)}, for which it has {entry} ({why(count.reason)})"
             )
             yield Diagnosis(role.role, message, steps)
 
@@ -652,16 +643,11 @@ def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[D
 @rule("OB003", Severity.NOTE, BugClass.J, remedy="observe again with a release that the engine's plugin knows")
 def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
     """Batches are allowed and the engine's dispatcher was not asked about them: no finding is about these."""
-    walked = walk(emulation)
-    for manager in emulation.managers:
-        unknown = [
-            each.last - each.extent + 1
-            for each in walked
-            if each.batch.role is manager.role and each.answer.reason is Reason.UNKNOWN
-        ]
-        if unknown:
-            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} of the allowed batches"
-            yield Diagnosis(manager.role, message, sum(unknown))
+    unknown: Counter[Role] = Counter()
+    for each in walk(emulation):
+        unknown[each.batch.role] += (each.last - each.extent + 1) * (each.answer.reason is Reason.UNKNOWN)
+    for role, count in (+unknown).items():
+        yield Diagnosis(role, f"{role}: the engine was not asked about {count:,} of the allowed batches", count)
 
 
 def shape(count: BatchCount) -> str:

@@ -210,6 +210,17 @@ def test_fixes_alone_and_together_emulate_each_command_line_once(line):
     assert set(emulated.values()) == {1}
 
 
+@pytest.mark.parametrize("code", ["EN001", "EN004"])
+def test_fixes_together_leave_what_is_not_given(code):
+    """A finding that is ignored, or that no load reaches, costs no graph and stands in the way of none."""
+    drafts = """--speculative-config '{"method":"ngram","num_speculative_tokens":3}'"""
+    command = shlex.split(f"--max-num-seqs 300 --cudagraph-capture-sizes 8 250 {drafts}")
+    engine = find_engine("vllm")
+    before, trials = engine.emulate(command, H100), ChangeTrials(engine, H100)
+    given = [each for each in check(before, engine, trials) if each.rule.code != code]
+    assert fixed_together(before, given, trials).left == (code,)
+
+
 MACHINES = ("h100", "h200", "b200", "a100", "l40s")
 
 
