@@ -45,9 +45,8 @@ def read_workers(folder: str | Path) -> Observation:
     # Files of earlier processes of a worker stay in the folder; the latest replaces them.
     heads = sorted(map(_head, Path(folder).glob("*.y*ml")))
     for *_, path in heads:
-        match = _PLACE.fullmatch(path.name)
         # Files of other names count as one worker, so that copies are not added up.
-        newest[match["place"] if match else ""] = path
+        newest[match["place"] if (match := _PLACE.fullmatch(path.name)) else ""] = path
     of_models = {model: path for *_, model, path in heads if model}
     if len(of_models) > 1:
         *others, (_, name) = of_models.items()
@@ -65,8 +64,9 @@ def _head(path: Path) -> tuple[str, int, str, Path]:
     """Return what tells the latest of many files without parsing them: its start, its last change, and its model."""
     text = ""
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        text = file.read(4096)  # what cannot be read is an error where it is the latest
-    started, model = match.groups() if (match := _HEAD.search(text)) else ("", "")
+        text = file.read(4096)
+    # Without a start, what a worker wrote is damaged: taken for the latest, it is an error.
+    started, model = match.groups() if (match := _HEAD.search(text)) else ("~" * bool(_PLACE.fullmatch(path.name)), "")
     return started, path.stat().st_mtime_ns, model, path
 
 

@@ -220,6 +220,14 @@ def test_files_of_several_models_in_a_folder_are_refused(tmp_path, names):
     assert read_workers(tmp_path).model == "0.6b"
 
 
+def test_a_damaged_file_of_a_worker_is_an_error(tmp_path):
+    """It may be the latest; nothing says that it is not."""
+    written(tmp_path, worker(0, 1, 1, {}))
+    (tmp_path / "vllm.rank0.3.yaml").write_text("engine: [")
+    with pytest.raises(InvalidDocument, match=r"vllm\.rank0\.3\.yaml"):
+        read_workers(tmp_path)
+
+
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), max_size=3), min_size=2, max_size=4)
 )
