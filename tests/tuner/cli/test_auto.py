@@ -164,11 +164,15 @@ def test_exit_code_of_an_engine_that_fails_by_itself_is_passed_on(loop: Loop) ->
 
 
 def test_flags_of_the_plan_are_added(loop: Loop) -> None:
-    """As launch does for a plan; those that contradict it are left out, with a line."""
+    """As launch does for a plan; those that contradict it give way, which the second line and the journal say."""
     words = (*SERVE, "--cudagraph-capture-sizes", "1", "2")
     loop.start(words=words)
     lines = loop.start(GOOD, words=words)
-    assert any("--cudagraph-capture-sizes is not in the launch line" in line for line in lines)
+    reason = (
+        "the mean step takes less time; --cudagraph-capture-sizes gives way to the plan: the plugin sets the plan's"
+    )
+    assert lines[1].startswith(f"decided: apply: {reason}")
+    assert next(each for each in loop.journal if each.decision is Event.APPLY).reason.startswith(reason)
     given = loop.engine.calls[-1]["words"]
     assert isinstance(given, list)
     assert "--cudagraph-capture-sizes" not in given

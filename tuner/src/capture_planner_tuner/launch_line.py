@@ -36,17 +36,18 @@ def launch_line(engine: Engine, plan: Plan, words: Sequence[str], plan_file: str
         return LaunchLine(words=export, notes=(f"{engine.name} has no plugin that runs a plan: export its flags",))
     variables, own = split_variables(words)
     try:
-        flags, notes = fitting_flags(engine, plan, own)
+        flags, contrary = fitting_flags(engine, plan, own)
     except FlagError as left:
         return LaunchLine(words=None, notes=tuple(f"launch refuses the plan: {each}" for each in left.problems))
+    notes = (f"{name} is not in the launch line: {why}" for name, why in contrary.items())
     program = engine.programs[0].split()
     given = (f"{name}={value}" for name, value in variables.items())
     line = ("capture-planner", "launch", plan_file, "--", *given, *program, *flags)
     return LaunchLine(words=line, notes=tuple(notes))
 
 
-def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return an engine's own flags without those that contradict the plan, and what was left out, in sentences.
+def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return an engine's own flags without those that contradict the plan, and the names of these, with the reasons.
 
     :param engine: one that runs plans.
     :raises FlagError: other flags contradict it.
@@ -60,5 +61,5 @@ def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[lis
         given = [name for name in contrary if engine.fixes.without(flags, [name]) != list(flags)]
         kept = engine.fixes.without(flags, given)
         engine.launch(plan, kept)
-        return kept, [f"{name} is not in the launch line: {contrary[name]}" for name in given]
-    return list(flags), []
+        return kept, {name: contrary[name] for name in given}
+    return list(flags), {}

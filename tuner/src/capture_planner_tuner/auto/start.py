@@ -328,7 +328,9 @@ class AutoLaunch:
         try:
             if decision.plan is not None:
                 plan = self.folder.load_plan(decision.plan)
-                words = words if engine is None else self._with_flags(engine, plan, count)
+                if engine is not None:
+                    words, given_way = self._with_flags(engine, plan, count)
+                    decision = attrs.evolve(decision, reason="; ".join([decision.reason, *given_way]))
         except FlagError as error:
             reason = f"launch refuses the plan: {error.problems[0]}"
             records.append(put_aside(decision, reason, _now()))
@@ -357,13 +359,12 @@ class AutoLaunch:
         except Exception as error:
             return TuneProposal(reason=f"tuning failed: {_named(error)}")
 
-    def _with_flags(self, engine: Engine, plan: Plan, count: int) -> tuple[str, ...]:
-        """Return the command with the flags that the plan needs, without those that contradict it."""
-        flags, notes = fitting_flags(engine, plan, self.words[count:])
-        for note in notes:
-            self.say(note)
+    def _with_flags(self, engine: Engine, plan: Plan, count: int) -> tuple[tuple[str, ...], list[str]]:
+        """Return the command with the flags that the plan needs, and which of its own give way to it, in sentences."""
+        flags, contrary = fitting_flags(engine, plan, self.words[count:])
         assert engine.launch is not None
-        return (*self.words[:count], *flags, *engine.launch(plan, flags).arguments)
+        words = (*self.words[:count], *flags, *engine.launch(plan, flags).arguments)
+        return words, [f"{name} gives way to the plan: {why}" for name, why in contrary.items()]
 
     def _append(self, records: Sequence[JournalRecord]) -> None:
         """Write records into the journal; where that fails, the folder is only read from here on."""
