@@ -198,6 +198,20 @@ def test_other_flags_are_observed_anew(loop: Loop) -> None:
     assert "another deployment (the command line changed)" in lines[1]
 
 
+def test_a_flag_in_another_spelling_is_the_same_deployment(loop: Loop) -> None:
+    """As the engine reads it, also where the journal is of an earlier release."""
+    spellings = (SERVE, (*SERVE[:3], "--max-num-seqs=256"), (*SERVE[:3], "--max_num_seqs", "256"))
+    loop.start(words=spellings[0])
+    loop.start(GOOD, words=spellings[1])
+    loop.start(words=spellings[2])
+    assert loop.ran == ["itself", stem(GOOD), stem(GOOD)]
+    journal = loop.folder / "journal.jsonl"
+    journal.write_text(journal.read_text("utf-8").replace('"--max-num-seqs", "256"', '"--max-num-seqs=256"'), "utf-8")
+    loop.start()
+    assert loop.ran[-1] == stem(GOOD)
+    assert loop.start(words=(*SERVE[:3], "--max-num-seqs=255"))[1].startswith("decided: observe")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

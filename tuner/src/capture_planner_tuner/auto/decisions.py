@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 
 import attrs
 
+from capture_planner.engines.engine import spelled
 from capture_planner.records._base import digest
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -250,11 +252,17 @@ def _reason(history: AutoHistory, own: Sequence[int], start: DeploymentKey, best
     return "no plan is known to be better"
 
 
+def _words(key: DeploymentKey) -> list[str]:
+    """Return the words of a command as an engine reads them: ``--max_num_seqs=8`` is ``--max-num-seqs 8``."""
+    parts = ([spelled(word), *word.split("=", 1)[1:]] if word.startswith("--") else [word] for word in key.command)
+    return [*chain.from_iterable(parts)]
+
+
 def _changed(history: AutoHistory, start: DeploymentKey) -> str:
     """Return what of the deployment differs from the last start."""
     number = max(history.starts)
     key, run = history.starts[number].deployment, history.by_run.get(number)
-    if key is None or key.command != start.command:
+    if key is None or _words(key) != _words(start):
         return "the command line changed"
     version = (run.engine_version if run else None) or key.engine_version
     if start.engine_version is not None and version not in (None, start.engine_version):
@@ -356,7 +364,7 @@ class AutoHistory:
     def is_of(self, number: int, start: DeploymentKey) -> bool:
         """Whether a run was of a deployment, as far as both are known."""
         key, run = self.starts[number].deployment, self.by_run.get(number)
-        if key is None or key.command != start.command:
+        if key is None or _words(key) != _words(start):
             return False
         # What is not known does not part two runs; what is known of both does.
         versions = {start.engine_version, key.engine_version, run.engine_version if run else None} - {None}
