@@ -157,7 +157,7 @@ def launch(
     environment and the command line, one per line, and runs the command: as a child that takes its signals,
     and whose exit code it returns. If that ends before it has captured, it says how to start without the plan.
     Flags of the command that contradict the plan are errors. A Python script gets the environment only; its
-    flags are notes. With --observe FOLDER, PLAN may be left out: the engine then runs by itself, observed.
+    flags are notes. With --observe FOLDER and no PLAN, the engine runs by itself and is observed.
 
     With --auto FOLDER there is no PLAN: launch --auto FOLDER -- vllm serve MODEL. The first start observes and
     profiles. Each later one tunes on what was observed, runs the best plan that is known, and checks what it promised.
