@@ -47,9 +47,7 @@ class Node:
         """Return the value without places."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
-        if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
-        return self.value
+        return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def locate(self, path: Iterable[str | int]) -> tuple[int, int]:
         """Return line and column of a path, or of the nearest thing above it."""

@@ -69,9 +69,9 @@ class Document:
 
     @property
     def is_plan(self) -> bool:
-        """Whether it is a plan: its roles are a list, and a spec's are a mapping."""
+        """Whether it is a plan: it names its spec, also where it was cut off; its roles are a list, no mapping."""
         roles = self._top.get("roles")
-        return roles is not None and isinstance(roles.value, list) and not self.is_observation
+        return "spec" in self._top or (roles is not None and isinstance(roles.value, list) and not self.is_observation)
 
     @property
     def is_observation(self) -> bool:

@@ -257,9 +257,7 @@ def _refuse_counts(batch: Batch) -> None:
 
 def _binding_reqs(entry: Entry) -> int | None:
     """Return an entry's bound on requests unless its tokens imply it (each request has a token)."""
-    if entry.num_reqs is None or entry.num_reqs >= entry.num_tokens:
-        return None
-    return entry.num_reqs
+    return None if entry.num_reqs is None or entry.num_reqs >= entry.num_tokens else entry.num_reqs
 
 
 @attrs.frozen

@@ -41,9 +41,7 @@ class Interval:
             return f"expected an integer, got {value!r}"
         if value < self.ge:
             return f"must be at least {self.ge}, got {value}" + (f"; {self.instead}" if self.instead else "")
-        if self.le is not None and value > self.le:
-            return f"must be at most {self.le}, got {value}"
-        return None
+        return f"must be at most {self.le}, got {value}" if self.le is not None and value > self.le else None
 
     def schema(self) -> dict[str, Any]:
         return {"minimum": self.ge} if self.le is None else {"minimum": self.ge, "maximum": self.le}

@@ -228,3 +228,10 @@ def test_check_of_measured_sizes_says_what_they_take_of_the_budget(run: Run, tmp
     line = "budget: 41 of 64 graphs, 13 of 20 s, by the profile; one more graph takes 0.5 ms off the mean step"
     assert f"{file}: {line}\n" in run("check", str(file)).out
     assert line in run("show", str(file)).out
+
+
+def test_fixes_together_are_of_findings_that_the_load_reaches(call: Run) -> None:
+    """What no load reaches costs no graph."""
+    line = ("vllm", "--max-num-seqs", "300", "--cudagraph-capture-sizes", "8", "250", "--environment", "h100")
+    assert "together (" in call("check", "--engine", *line).out
+    assert "together (" not in call("check", "--engine", *line, "--concurrency", "100").out

@@ -94,9 +94,12 @@ def observations(draw: DrawFn) -> Observation:
     """Return valid observations, however unlikely: answers that overlap, counts of batches never admitted."""
     spec = draw(specs(max_reqs=64))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
+    drafted = draw(st.lists(st.integers(0, 1 << 40), max_size=5))
     return record_of(
         draw,
         Observation,
+        drafted=tuple(drafted),
+        accepted=tuple(draw(st.integers(0, proposed)) for proposed in drafted),
         limits=spec.limits,
         speculative=spec.speculative,
         lora=spec.lora,

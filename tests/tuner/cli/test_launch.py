@@ -300,6 +300,13 @@ def test_spec_is_refused(run: Run) -> None:
     )
 
 
+def test_a_plan_that_was_cut_off_is_no_spec(run: Run, tmp_path: Path) -> None:
+    """What is missing is said, and nothing is advised that cannot help."""
+    (tmp_path / "cut.yaml").write_text(Path(DENSE).read_text("utf-8").partition("\nroles:")[0], "utf-8")
+    ran = run("launch", str(tmp_path / "cut.yaml"), "--dry-run", "--", *SERVE)
+    assert (ran.code, "roles: is missing" in ran.err, "spec" in ran.err) == (1, True, False)
+
+
 def test_export_prints_the_launch_command(call: Run) -> None:
     """Of a plan, for an engine whose plugin runs one, with the drafter to be named; JSON has the flags only."""
     line = next(line for line in call("export", PLAN, "--to", "vllm").out.splitlines() if "launch" in line)
