@@ -264,14 +264,12 @@ def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], 
     """
     found: Counter[Batch] = Counter()
     for batch, count in met.items():
-        if role is Role.TARGET:
-            found[attrs.evolve(batch, role=role)] += count
-        elif role is Role.DRAFT_PREFILL:
-            found[draft_prefill_of(batch, slots)] += count
-        else:  # draft decodes follow mixed batches too: only the number of requests decides
+        if role is Role.DRAFT_DECODE:  # they follow mixed batches too: only the number of requests decides
             for family in families:
                 if batch.num_reqs in family.requests:
                     found[Batch.decode(role, batch.num_reqs, family.query_len)] += count * (family.draft_steps or 1)
+        else:
+            found[draft_prefill_of(batch, slots) if role.is_drafter else attrs.evolve(batch, role=role)] += count
     return found
 
 

@@ -85,8 +85,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
         return Submission(batch=Batch.decode(role, count, lengths[count], active_loras))
 
     def prompt(tokens: int) -> Submission:
-        limited = min(tokens, most_tokens(role, plan))
-        return Submission(batch=Batch.mixed(role, 1, limited))
+        return Submission(batch=Batch.mixed(role, 1, min(tokens, most_tokens(role, plan))))
 
     usual, few = decode(middle), decode(min(lengths))
     others = (usual,) * (num_ranks - 1)
