@@ -169,7 +169,8 @@ def test_a_proposal_holds_against_every_guard(
 ) -> None:
     """No decode loses a full graph, check does not warn, and it is no slower, also under twice the load.
 
-    By the costs of another deployment, no batch at all loses its graph.
+    By the costs of another deployment, no batch at all loses its graph. Where today exceeds the bounds, only that and
+    check count.
     """
     spec, load, costs = case
     bounds = None if graphs is None else TuningBounds(graphs=graphs)
@@ -177,19 +178,21 @@ def test_a_proposal_holds_against_every_guard(
     usual = {finding_key(each) for each in lint(planned(replace(spec, sizes=Sizes())))}
     evidence = Evidence(is_estimate=guess, foreign=0.1 * guess)
     found = tuned(spec, load, costs, today=today, bounds=bounds, graphs=graphs, usual=usual, evidence=evidence)
-    assert found.plan is not None or (found.verdict is TuneVerdict.KEEP and found.proposed == found.today)
+    within = graphs is None or today.num_graphs <= graphs
+    kept = TuneVerdict.KEEP if within else TuneVerdict.OVER_BUDGET
+    assert found.plan is not None or (found.verdict is kept and found.proposed == found.today)
+    assert ("today's graphs exceed the budget" in found.reason) is not within
     assume(found.plan is not None)
     assert found.plan is not None
     before, after = emulation_of(today), emulation_of(found.plan)
     for role in before.modes:
         for batch, _ in batches(role, before):
             had, has = before.dispatch(batch).mode, after.dispatch(batch).mode
-            if had is GraphMode.FULL and batch.kind is Kind.DECODE:
+            if within and had is GraphMode.FULL and batch.kind is Kind.DECODE:
                 assert has is GraphMode.FULL
             if guess and had is not GraphMode.NONE:
                 assert has is not GraphMode.NONE
     assert {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} <= usual
-    within = bounds is None or bounds.graphs is None or len(before.graphs) <= bounds.graphs
     if found.verdict is TuneVerdict.CHANGE and within:
         assert found.today is not None
         assert found.proposed is not None
@@ -283,6 +286,24 @@ def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
     assert "exceed the budget" in found.reason
     assert found.plan is not None
     assert found.plan.num_graphs <= 4
+
+
+@FEW
+@given(cases(), st.integers(1, 4))
+def test_a_budget_below_todays_graphs_is_no_reason_to_keep_them(
+    case: tuple[Spec, Traffic, Profile], graphs: int
+) -> None:
+    """What a table within it does worse than today is said. Check alone refuses it, and then nothing is kept."""
+    assume(planned(case[0]).num_graphs > graphs)
+    found = tuned(*case, bounds=TuningBounds(graphs=graphs), graphs=graphs)
+    assert found.reason.startswith("today's graphs exceed the budget")
+    if found.plan is None:
+        assert found.verdict is TuneVerdict.OVER_BUDGET
+        assert "check warns of" in found.reason
+        return
+    assert found.verdict is TuneVerdict.CHANGE
+    assert found.shift is not None
+    assert ("with twice the load" in found.reason) is (found.shift.gain < -SHIFTED)
 
 
 def test_deployments_without_graphs_are_left_alone() -> None:

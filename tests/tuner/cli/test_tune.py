@@ -306,7 +306,9 @@ def test_budgets_that_leave_no_graph_name_themselves(call: Run) -> None:
         ("--memory", "1MiB", "memory 1MiB, where the cheapest takes 30MiB"),
         ("--seconds", "0.51", "seconds 0.51, where the cheapest takes 0.55"),
     ):
-        (note,) = [each for each in tuned(call, *FLAGS, *LOAD, name, value)["notes"] if "no graph" in each]
+        data = tuned(call, *FLAGS, *LOAD, name, value, code=2)
+        assert (data["verdict"], data["commands"]) == ("over_budget", [])
+        (note,) = [each for each in data["notes"] if "no graph" in each]
         assert text in note
 
 
@@ -317,14 +319,17 @@ def test_budgets_below_what_cannot_run_eager_are_refused(call: Run) -> None:
     curves = tuple(each for each in known.curves if each.mode.allowed or each.role is not Role.DRAFT_DECODE)
     Path("profile.yaml").write_text(codec.dumps(replace(known, curves=curves)), "utf-8")
     words = (_spec(call), *LOAD)
-    assert tuned(call, *words, "--max-graphs", "1")["proposed"]["eager_share"]["draft_decode"] == 0
+    data = tuned(call, *words, "--max-graphs", "1", code=2)
+    assert data["proposed"]["eager_share"]["draft_decode"] == 0
+    assert "today's graphs exceed the budget" in data["reason"]
+    assert "CP052 target: every decode runs eager" in data["reason"]
     for name, value, least in (("--memory", "29MiB", "30MiB"), ("--seconds", "0.52", "0.55")):
         ran = call("tune", *words, name, value)
         assert ran.code == 1
         assert f"budget.{name[2:]}: {name[2:]} {value}" in ran.err
         assert "draft_decode" in ran.err
         assert f"the smallest budget is {least}; raise it" in ran.err
-        assert tuned(call, *words, name, least)["proposed"]["eager_share"]["draft_decode"] == 0
+        assert tuned(call, *words, name, least, code=2)["proposed"]["eager_share"]["draft_decode"] == 0
 
 
 def test_plans_are_refused_with_what_to_tune_instead(call: Run) -> None:

@@ -170,7 +170,8 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     Of an observation with costs (CAPTURE_PLANNER_PROFILE=1), those are taken, and the figures can be promised. By
     any other profile than one of this deployment the answer is an estimate, and takes no graph away.
 
-    The verdict is change, keep or too_little_data, which has exit code 2. Only a change is written to FOLDER.
+    The verdict is change, keep, over_budget or too_little_data. The last two have exit code 2. Only a change is
+    written to FOLDER.
     """
     inside = to.html is not None and output is not None and to.html.absolute().parent == output.absolute()
     _refuse_folder(output, to.html if inside else None)
@@ -208,7 +209,7 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     to.show(lambda: found, lambda: tune_report(found))
     if output is not None:
         _write(output, to, found)
-    if found.tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:
+    if found.tuning.verdict in (TuneVerdict.OVER_BUDGET, TuneVerdict.TOO_LITTLE_DATA):
         click.get_current_context().exit(FINDINGS)
 
 

@@ -148,6 +148,7 @@ def milliseconds(value: float) -> str:
 ADVICE = {
     TuneVerdict.CHANGE: "change",
     TuneVerdict.KEEP: "keep what you have",
+    TuneVerdict.OVER_BUDGET: "nothing within the budget",
     TuneVerdict.TOO_LITTLE_DATA: "too little data",
 }
 

@@ -361,6 +361,8 @@ class TuneVerdict(enum.StrEnum):
 
     CHANGE = "change"
     KEEP = "keep"
+    OVER_BUDGET = "over_budget"
+    """Neither today's graphs nor any table that may be proposed are within the budget."""
     TOO_LITTLE_DATA = "too_little_data"
 
 

@@ -293,6 +293,10 @@ class Candidate:
         """The least number of graphs that gives this plan, as far as that is known."""
         return min(self.allowed, self.plan.num_graphs)
 
+    @property
+    def name(self) -> str:
+        return f"the table of {counted(self.plan.num_graphs, 'graph')}"
+
 
 @attrs.frozen(kw_only=True)
 class TuneCase:
@@ -335,7 +339,7 @@ class TableSearch:
         self.doubled = shifted(case.chosen, case.today)
         self._present_doubled = case.judged(self.present, self.doubled)
         self._made: dict[tuple[int, TuningBounds], Candidate] = {}
-        self._obstacles: dict[Pricing, tuple[str, ...]] = {}
+        self._obstacles: dict[Pricing, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self.refused: list[str] = []
         """Reasons why faster tables are not proposed."""
         self._too_small: dict[str, None] = {}
@@ -363,25 +367,28 @@ class TableSearch:
                 self._too_small |= {each.message: None for each in decisions if each.rule == "budget-too-small"}
         return self._made[count, kept]
 
-    def obstacles(self, each: Candidate) -> tuple[str, ...]:
-        """Return why a table is not proposed, in sentences."""
+    def obstacles(self, each: Candidate, tier: TuningBounds) -> tuple[str, ...]:
+        """Return why a table is not proposed within bounds, in sentences."""
         if each.pricing not in self._obstacles:
-            self._obstacles[each.pricing] = tuple(self._found(each))
-        return self._obstacles[each.pricing]
+            self._obstacles[each.pricing] = tuple(self._losses(each)), tuple(self._warnings(each))
+        losses, warnings = self._obstacles[each.pricing]
+        # A today that exceeds the bounds is not kept, so losses are the price. An estimate takes no graph away all the
+        # same.
+        return (*losses, *warnings) if tier.hold(self.past) or self.case.evidence.is_estimate else warnings
 
-    def _found(self, each: Candidate) -> Iterator[str]:
-        graphs = f"the table of {counted(each.plan.num_graphs, 'graph')}"
-        side = each.pricing.deployment
-        lost = lost_graphs(self.case.today, side, self.case.evidence)
+    def _losses(self, each: Candidate) -> Iterator[str]:
+        lost = lost_graphs(self.case.today, each.pricing.deployment, self.case.evidence)
         if lost:
-            yield f"{graphs} takes graphs away: {few(lost)}"
+            yield f"{each.name} takes graphs away: {few(lost)}"
+        regret = self.shift_of(each)
+        if regret.gain < -SHIFTED:
+            yield f"with twice the load {each.name} would take {-regret.gain:.1%} more time than today's"
+
+    def _warnings(self, each: Candidate) -> Iterator[str]:
         warnings = (found for found in lint(each.plan) if found.severity is not Severity.NOTE)
         unusual = (found for found in warnings if finding_key(found) not in self.case.usual)
         if says := tuple(f"{found.rule.code} {found.diagnostic.message}" for found in unusual):
-            yield f"check warns of {graphs}: {few(says)}"
-        regret = self.shift_of(each)
-        if regret.gain < -SHIFTED:
-            yield f"with twice the load {graphs} would take {-regret.gain:.1%} more time than today's"
+            yield f"check warns of {each.name}: {few(says)}"
 
     def shift_of(self, each: Candidate) -> ShiftRegret:
         """Return how both sides do if the load doubles."""
@@ -401,7 +408,10 @@ class TableSearch:
             gains = each.chosen.objective < self.past.objective * (1 - MORE)
             if not gains and self.shift_of(each).gain < -1e-9:
                 return False
-        obstacles = self.obstacles(each)
+        # Without a graph nothing is left to choose.
+        elif not each.plan.num_graphs:
+            return False
+        obstacles = self.obstacles(each, tier)
         self.refused += [says for says in obstacles if says not in self.refused]
         return not obstacles
 
@@ -502,7 +512,7 @@ class TableSearch:
             # Halved as long as the gain stays: the price of the gain should be the least one.
             if not enough or (best is not None and free.chosen.objective > best.chosen.objective * (1 + MORE)):
                 break
-            if not self.obstacles(free):
+            if not self.obstacles(free, TuningBounds()):
                 best = free
             count = free.reach // 2
         if best is None or limits.hold(best.chosen):
@@ -626,19 +636,24 @@ def tune(
     beyond = search.beyond(limits, selected)
     pareto = tuple(search.pareto(limits))
     kept = attrs.evolve(kept, pareto=pareto, beyond=beyond, bounds=limits, notes=search.notes())
+    is_over = bounds is not None and not bounds.hold(past)
     if selected is None:
         # Guards come last: say what they refused, as that is what keeps the gain away.
-        if not search.refused:
-            return attrs.evolve(kept, reason="no table of sizes within the bounds is faster")
-        return attrs.evolve(kept, reason=f"no better table holds: {search.refused[0]}")
+        refused = f": {search.refused[0]}" if search.refused else ""
+        if is_over:
+            reason = f"today's graphs exceed the budget, and no table within it holds{refused}"
+            return attrs.evolve(kept, verdict=TuneVerdict.OVER_BUDGET, reason=reason)
+        reason = f"no better table holds{refused}" if refused else "no table of sizes within the bounds is faster"
+        return attrs.evolve(kept, reason=reason)
     proposed, spread = search.judged(selected), costs.profile.spread
     off = SPREAD if spread is None else spread
     noise = noise_between(search.present, selected.pricing, case.judging, off, case.objective, evidence)
     verdict, reason = verdict_on(before, proposed, noise, case.objective)
-    if bounds is not None and not bounds.hold(past):
+    if is_over:
         # Today's graphs are no choice, so nothing has to be gained over them.
         verdict = TuneVerdict.CHANGE
-        reason = f"today's graphs exceed the budget; within it {_change(before, proposed, case.objective)}"
+        says = (_change(before, proposed, case.objective), *search.obstacles(selected, TuningBounds()))
+        reason = f"today's graphs exceed the budget; within it {few(says, len(says))}"
     return attrs.evolve(
         kept,
         verdict=verdict,
