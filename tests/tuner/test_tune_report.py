@@ -106,6 +106,18 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert "<assumed>" not in text
 
 
+def test_predicted_memory_and_start_up_have_their_error(report: TuneResult) -> None:
+    """Those of the proposal, which was never captured; of what runs there is none."""
+    for tuning, error in ((report.tuning, True), (attrs.evolve(report.tuning, plan=None), False)):
+        shown = tune_report(attrs.evolve(report, tuning=tuning))
+        (sides,) = (each for each in shown.sections if each.name == "sides")
+        cells = {row[0]: row[1:] for row in sides.grids[0].rows}
+        for name, share in (("memory of the graphs", "20%"), ("start-up for them", "25%")):
+            today, proposed = map(str, cells[name])
+            assert "±" not in today
+            assert proposed.endswith(f" ± {share}") is error
+
+
 @pytest.mark.parametrize(
     ("memory", "graphs", "seconds", "says"),
     [

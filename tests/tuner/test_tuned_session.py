@@ -132,6 +132,23 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert found.kv_token_mib == 1 / 16
 
 
+@pytest.mark.parametrize("reported", [{"graph_mib": 333.0, "capture_seconds": 7.5}, {"graph_mib": 333.0}, {}])
+def test_todays_memory_and_start_up_are_what_the_engine_reported(reported: dict[str, float], tmp_path: Path) -> None:
+    """What it did not report is predicted; so is all where another device is tuned for."""
+    seen = replace(observed(None), graph_mib=None, capture_seconds=None)
+    plain = tuning_of(seen, tmp_path).tuning.today
+    today = tuning_of(replace(seen, **reported), tmp_path).tuning.today
+    assert plain is not None
+    assert today is not None
+    assert today.memory_mib == reported.get("graph_mib", plain.memory_mib)
+    assert today.seconds == reported.get("capture_seconds", plain.seconds)
+    other = observed_subject(replace(seen, **reported), str(tmp_path / "seen.yaml"), find_environment("h100"))
+    elsewhere = tuned(other, TuneOptions(profile=profile(tuple(Role)), profile_name="mine")).tuning.today
+    assert elsewhere is not None
+    assert elsewhere.memory_mib != 333.0
+    assert elsewhere.seconds != 7.5
+
+
 @pytest.mark.thorough
 def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path) -> None:
     """Said first, with what to do for a promise; every batch that has a graph today keeps one."""

@@ -23,7 +23,14 @@ from capture_planner.records.text import counted
 from capture_planner.report.engine import sizes_text
 from capture_planner.report.plots import MAX_POINTS, Chart, Color, Mark, Plot, PlotAxis, Point, Series, drawn
 from capture_planner.report.writing import Grid, Report, Section, TonedText, noted, percent, warned
-from capture_planner_tuner.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
+from capture_planner_tuner.tuning.judgement import (
+    LEAST_STEPS,
+    MEMORY_ERROR,
+    SECONDS_ERROR,
+    SideFigures,
+    TuneVerdict,
+    subject_of,
+)
 from capture_planner_tuner.tuning.session import TuneResult
 from capture_planner_tuner.tuning.tune import EVERY, Beyond, ParetoPoint, Tuning, lost_graphs, slower_batches
 
@@ -279,6 +286,8 @@ def _verdict(result: TuneResult) -> Section:
 
 Row = tuple[str, Callable[[SideFigures], str]]
 
+MEMORY, START_UP = "memory of the graphs", "start-up for them"
+
 
 def _sides(result: TuneResult) -> Section | None:
     today, proposed = result.tuning.today, result.tuning.proposed
@@ -301,16 +310,19 @@ def _sides(result: TuneResult) -> Section | None:
     ]
     price: list[Row] = [
         ("graphs", lambda side: f"{side.graphs:,}"),
-        ("memory of the graphs", lambda side: f"{side.memory_mib:,.0f} MiB"),
-        ("start-up for them", lambda side: f"{side.seconds:.1f} s"),
+        (MEMORY, lambda side: f"{side.memory_mib:,.0f} MiB"),
+        (START_UP, lambda side: f"{side.seconds:.1f} s"),
         *((f"eager steps, {role}", partial(_eager, role)) for role in roles),
     ]
+    # A table that was never captured has predicted figures.
+    predicted = {} if result.tuning.plan is None else {MEMORY: MEMORY_ERROR, START_UP: SECONDS_ERROR}
+    errors = {name: f" ± {error:.0%}" for name, error in predicted.items()}
     waits = () if result.latencies is None else _waits(*result.latencies)
     shift = result.tuning.shift
     shifted = () if shift is None else [("with twice the load", _regret(shift.today), _regret(shift.proposed))]
 
     def both(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
-        return ((name, write(today), write(proposed)) for name, write in rows)
+        return ((name, write(today), write(proposed) + errors.get(name, "")) for name, write in rows)
 
     cells = [*both(times), *waits, *both(regrets), *shifted, *both(price)]
     grid = Grid.of(("", "today", "proposed"), cells, text=1)

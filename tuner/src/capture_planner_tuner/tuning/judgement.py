@@ -343,8 +343,12 @@ LEAST_STEPS = 1000
 LEAST_LINES = 200
 """Fewer lines of a log promise nothing, however many steps each of them stands for."""
 
-MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
-"""Errors of predicted memory and capture time, as shares: smaller savings are none."""
+MEMORY_ERROR, SECONDS_ERROR = 0.20, 0.25
+"""Errors of predicted memory and capture time, as shares: smaller savings are none.
+
+The tuned plans of six runs on an H200 missed their predictions by 20 % and 22 %, root mean square, and by 30 % and 42 %
+at most.
+"""
 
 SUBJECTS = {
     "mean": "mean step",

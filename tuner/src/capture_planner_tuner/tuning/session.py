@@ -83,6 +83,12 @@ class TuneSubject:
     """The observation or the spec."""
     observation: Observation | None = None
 
+    @property
+    def observed_here(self) -> Observation | None:
+        """The observation, unless it is of another device than is tuned for."""
+        seen = self.observation
+        return None if seen is None or seen.device not in (None, self.environment.device.name) else seen
+
 
 def engine_subject(name: str, words: Sequence[str], environment: Environment, notes: Sequence[str] = ()) -> TuneSubject:
     """Return an engine by its flags; raises ``FlagError`` for words that it does not take."""
@@ -191,8 +197,8 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
 
 def _observed(subject: TuneSubject) -> Profile | None:
     """Return the costs of an observation; None where it lacks those of a role's graphs, or of steps without one."""
-    observation = subject.observation
-    if observation is None or observation.device not in (None, subject.environment.device.name):
+    observation = subject.observed_here
+    if observation is None:
         return None
     try:
         profile = observed_profile(observation, subject.derived.spec.model, subject.environment.device)
@@ -489,6 +495,7 @@ def tuned(
     spec = _wanted(derived.spec, subject.today, options, objective)
     backends = registry.load_backends()
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
+    seen = subject.observed_here
 
     case = TuneCase(
         today=subject.today,
@@ -505,6 +512,8 @@ def tuned(
             has_prompts=load.traffic.has_prompts,
         ),
         usual=_usual(spec, environment, backends),
+        reported_mib=None if seen is None else seen.graph_mib,
+        reported_seconds=None if seen is None else seen.capture_seconds,
     )
 
     def chosen(count: int, kept: TuningBounds, by: Measurements = measurements) -> tuple[Spec, Plan]:

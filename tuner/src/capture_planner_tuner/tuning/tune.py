@@ -315,6 +315,10 @@ class TuneCase:
     evidence: Evidence = attrs.Factory(Evidence)
     usual: frozenset[FindingKey] = frozenset()
     """Findings of ``check`` that no sizes avoid."""
+    reported_mib: float | None = None
+    """Memory of today's graphs that the engine reported; None or 0: it is predicted."""
+    reported_seconds: float | None = None
+    """The time of their capture, likewise."""
 
     def judged(self, pricing: Pricing, steps: Mapping[Batch, int]) -> SideFigures:
         """Return the figures of a side over some steps."""
@@ -334,8 +338,12 @@ class TableSearch:
     def __init__(self, case: TuneCase, propose: Propose, progress: Progress) -> None:
         self.case, self.propose, self.progress = case, propose, progress
         self.present = Pricing(case.today, case.costs)
-        self.past = case.judged(self.present, case.chosen)
-        self.before = case.judged(self.present, case.judging)
+        self.past, self.before = (
+            attrs.evolve(
+                side, memory_mib=case.reported_mib or side.memory_mib, seconds=case.reported_seconds or side.seconds
+            )
+            for side in (case.judged(self.present, steps) for steps in (case.chosen, case.judging))
+        )
         self.doubled = shifted(case.chosen, case.today)
         self._present_doubled = case.judged(self.present, self.doubled)
         self._made: dict[tuple[int, TuningBounds], Candidate] = {}
