@@ -148,7 +148,7 @@ def priced(side: SideFigures) -> float:
 @FEW
 @given(cases())
 def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Spec, Traffic, Profile]) -> None:
-    """It is no slower, and takes more than today's graphs only within the room, and only if it is faster."""
+    """It is no slower, and takes more than today's graphs only within the room, and if it is faster beyond noise."""
     room = TuningBounds(memory_mib=400.0, seconds=5.0)
     found = tuned(*case, room=room)
     assert found.today is not None
@@ -160,6 +160,7 @@ def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Sp
         assert found.proposed.memory_mib <= max(400.0, found.today.memory_mib)
         assert found.proposed.seconds <= max(5.0, found.today.seconds)
         assert found.proposed.objective < found.today.objective
+        assert found.verdict is TuneVerdict.CHANGE, found.reason
 
 
 @FEW
@@ -445,6 +446,26 @@ def test_memory_is_saved_only_at_the_same_speed() -> None:
     assert verdict_on(side, slow, QUIET)[0] is TuneVerdict.KEEP
     little = attrs.evolve(side, memory_mib=side.memory_mib * 0.95)
     assert verdict_on(side, little, QUIET)[0] is TuneVerdict.KEEP
+
+
+@pytest.mark.parametrize(
+    ("worse", "says"),
+    [
+        ({"memory_mib": 1.5}, "MiB more"),
+        ({"gap_p99_ms": 1.058}, "5.8% more time between two outputs at p99"),
+        ({"gap_ms": 1.03}, "3.0% more time between two outputs"),
+        ({"prompt_step_ms": 1.5}, "50.0% more time for a step with prompts"),
+    ],
+)
+def test_start_up_is_saved_only_where_nothing_else_gets_worse(worse: dict[str, float], says: str) -> None:
+    """Neither memory nor any time of a step is given for it."""
+    side = judged(Pricing(emulation_of(planned(SPEC)), Costs(profile())), steps_of(DECODES, SPEC).counts)
+    side = attrs.evolve(side, prompt_step_ms=20.0)
+    fast = attrs.evolve(side, graphs=side.graphs // 2, seconds=side.seconds / 2)
+    assert verdict_on(side, fast, QUIET)[0] is TuneVerdict.CHANGE
+    spoiled = attrs.evolve(fast, **{name: getattr(side, name) * factor for name, factor in worse.items()})
+    verdict, reason = verdict_on(side, spoiled, QUIET)
+    assert (verdict, says in reason) == (TuneVerdict.KEEP, True), reason
 
 
 def test_tables_that_leave_passes_without_times_are_not_judged() -> None:

@@ -375,7 +375,8 @@ def verdict_on(
 ) -> tuple[TuneVerdict, str]:
     """Return the verdict, and why, in a sentence.
 
-    A change is faster by more than the noise; or it saves memory or start-up, and is no slower by any figure.
+    A change is faster by more than the noise; or it saves memory or start-up, takes no more of the other, and is slower
+    by no figure: of single steps within ``SPREAD``.
     """
     gain = today.objective - proposed.objective
     share, error = gain / today.objective, noise.total / today.objective
@@ -392,8 +393,11 @@ def verdict_on(
     if gain > noise.total:
         return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}"
     if savings:
+        saves, dearer = f"the plan saves {', '.join(savings)}", _dearer(today, proposed)
         same = f"{subject} the same time within the {bound}"
-        return TuneVerdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
+        if dearer:
+            return TuneVerdict.KEEP, f"{saves}, but takes {', '.join(dearer)}, and {same}"
+        return TuneVerdict.CHANGE, f"{saves}, and {same}"
     # A smaller share is written as 0.0%.
     if share >= 0.0005:
         return (TuneVerdict.KEEP, f"the gain of {share:.1%} is within the {bound}; {REST}")
@@ -424,6 +428,24 @@ def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:
     if words and today.graphs > proposed.graphs:
         # Fewer graphs alone are no reason to change: they are named where they save something.
         words.insert(0, counted(today.graphs - proposed.graphs, "graph"))
+    return words
+
+
+def _dearer(today: SideFigures, proposed: SideFigures) -> list[str]:
+    """Return what of the proposed side is worse than today, apart from the objective and the mean step, in words."""
+    words: list[str] = []
+    # Below the digit that a report has nothing is more.
+    if (mib := proposed.memory_mib - today.memory_mib) > 1:
+        words.append(f"{mib:,.0f} MiB more")
+    if (seconds := proposed.seconds - today.seconds) > 0.1:
+        words.append(f"{seconds:.1f} s more of start-up")
+    for name, before, after in (
+        ("between two outputs", today.gap_ms, proposed.gap_ms),
+        ("between two outputs at p99", today.gap_p99_ms, proposed.gap_p99_ms),
+        ("for a step with prompts", today.prompt_step_ms or 0.0, proposed.prompt_step_ms or 0.0),
+    ):
+        if after > before * (1 + SPREAD):
+            words.append(f"{after / before - 1:.1%} more time {name}")
     return words
 
 

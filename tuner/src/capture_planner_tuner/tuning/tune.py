@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import attrs
 
@@ -324,6 +325,12 @@ class TuneCase:
         """Return the figures of a side over some steps."""
         return judged(pricing, steps, objective=self.objective, accepted=self.accepted)
 
+    def noise(self, before: Pricing, after: Pricing) -> Noise:
+        """Return the noise in the difference of two sides over the steps that judge."""
+        spread = self.costs.profile.spread
+        off = SPREAD if spread is None else spread
+        return noise_between(before, after, self.judging, off, self.objective, self.evidence)
+
 
 def _side(plan: Plan, today: Emulation) -> Emulation:
     """Return the plan as a side: of the roles that run today, by the scheduler that runs today."""
@@ -442,12 +449,27 @@ class TableSearch:
             # The first bounds are today's own and need no gain. Wider ones have to pay for what they take twice, as a
             # table whose graphs are worth their price is slower than their best.
             enough = tier is tiers[0] or top.chosen.objective < least * (1 - 2 * MORE)
-            if enough and self._is_admissible(top, tier):
+            if enough and self._is_admissible(top, tier) and (tier is tiers[0] or self._is_surely_faster(tier, best)):
                 best, least = tier, min(least, top.chosen.objective)
         # Some bounds may be too small for any table; only if all are is that the answer.
         if len(errors) == len(tiers):
             raise errors[-1]
         return best
+
+    def _is_surely_faster(self, tier: TuningBounds, other: TuningBounds) -> bool:
+        """Return whether what bounds select is faster than today, and than what others select, by more than noise."""
+        found, sides = self.selected(tier), [self.present]
+        # The others may be too small for any table.
+        with suppress(BudgetError):
+            own = self.selected(other)
+            sides += [] if own is None else [own.pricing]
+        if found is None:
+            return False
+        after = self.judged(found).objective
+        return all(
+            self.case.judged(side, self.case.judging).objective - after > self.case.noise(side, found.pricing).total
+            for side in sides
+        )
 
     def selected(self, tier: TuningBounds) -> Candidate | None:
         """Return the table within bounds whose graphs are worth their price; None: none is admissible.
@@ -611,13 +633,13 @@ def tune(
     :param room: what graphs may take if that pays; None: anything.
     :raises PlanningError: the profile has no times of a role.
     """
-    today, costs, evidence = case.today, case.costs, case.evidence
+    today = case.today
     found = Tuning(
         verdict=TuneVerdict.TOO_LITTLE_DATA,
         reason=_too_little(case),
         today=None,
         proposed=None,
-        is_estimate=evidence.is_estimate,
+        is_estimate=case.evidence.is_estimate,
         objective=case.objective,
     )
     # Before any table is planned: no figure of so few steps can be held to.
@@ -653,9 +675,7 @@ def tune(
             return attrs.evolve(kept, verdict=TuneVerdict.OVER_BUDGET, reason=reason)
         reason = f"no better table holds{refused}" if refused else "no table of sizes within the bounds is faster"
         return attrs.evolve(kept, reason=reason)
-    proposed, spread = search.judged(selected), costs.profile.spread
-    off = SPREAD if spread is None else spread
-    noise = noise_between(search.present, selected.pricing, case.judging, off, case.objective, evidence)
+    proposed, noise = search.judged(selected), case.noise(search.present, selected.pricing)
     verdict, reason = verdict_on(before, proposed, noise, case.objective)
     if is_over:
         # Today's graphs are no choice, so nothing has to be gained over them.
