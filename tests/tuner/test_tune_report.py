@@ -20,6 +20,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner_tuner.report.tune import beyond_of, mode_of, tune_report
+from capture_planner_tuner.tuning.judgement import TuneVerdict
 from capture_planner_tuner.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
 from capture_planner_tuner.tuning.tune import Beyond, TuneCase, TuningBounds, tune
 from support.tuning import MODEL, profile
@@ -104,6 +105,22 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
+
+
+def test_a_table_that_is_rejected_is_not_called_proposed(report: TuneResult, text: str) -> None:
+    """Neither in the tables nor in the charts; and more is on top of what runs, not of it."""
+    kept = attrs.evolve(report.tuning, verdict=TuneVerdict.KEEP)
+    beyond = Beyond(gain=0.05, graphs=13, memory_mib=1.0, seconds=1.0, bounds=TuningBounds(graphs=7))
+    result = attrs.evolve(report, tuning=attrs.evolve(kept, beyond=beyond))
+    shown = tune_report(result)
+    page = page_of(shown)
+    headers = {grid.columns[-1] for section in shown.sections for grid in section.grids}
+    assert "rejected" in headers
+    assert "proposed" not in headers
+    assert "proposed" in text
+    assert "proposed" not in page
+    (line,) = beyond_of(result)
+    assert "proposal" not in line
 
 
 def test_predicted_memory_and_start_up_have_their_error(report: TuneResult) -> None:

@@ -366,6 +366,27 @@ def test_what_more_memory_buys_is_known_where_a_budget_hides_it() -> None:
     assert found.beyond.bounds.memory_mib > found.today.memory_mib
 
 
+@settings(max_examples=max(FEW.max_examples // 3, 3))
+@given(cases(), st.sampled_from((None, TuningBounds(graphs=3), TuningBounds(memory_mib=75.0, graphs=9))))
+def test_what_more_buys_is_what_its_flags_give(
+    case: tuple[Spec, Traffic, Profile], bounds: TuningBounds | None
+) -> None:
+    """Tuned again with just those flags, it is a change with the very gain and price that were stated."""
+    found = tuned(*case, bounds=bounds)
+    assume(found.beyond is not None)
+    assert found.beyond is not None
+    given = {name: value for name, value in attrs.asdict(found.beyond.bounds).items() if value is not None}
+    again = tuned(*case, bounds=attrs.evolve(bounds or TuningBounds(), **given))
+    assert again.verdict is TuneVerdict.CHANGE
+    assert again.proposed is not None
+    against = found.proposed if found.verdict is TuneVerdict.CHANGE else found.today
+    assert against is not None
+    assert found.beyond.gain == pytest.approx(1 - again.proposed.objective / against.objective)
+    assert found.beyond.gain > MORE
+    for name in ("graphs", "memory_mib", "seconds"):
+        assert getattr(found.beyond, name) == pytest.approx(getattr(again.proposed, name) - getattr(against, name))
+
+
 @pytest.mark.parametrize("lines", [0, 1, LEAST_LINES - 1])
 def test_few_lines_promise_nothing_however_many_steps_they_stand_for(lines: int) -> None:
     """SGLang logs one decode in 40: what counts is how many were seen; part of a line may be rounded to none."""

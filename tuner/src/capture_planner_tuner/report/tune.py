@@ -109,7 +109,7 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
     beyond, proposed = tuning.beyond, tuning.proposed
     if beyond is not None:
         room = _room(result, beyond.memory_mib)
-        than = "" if tuning.plan is None else " than the proposal"
+        than = "" if result.plan is None else " than the proposal"
         yield (
             f"with {_more(beyond.memory_mib, '{:,.0f} MiB')}{room}, the {subject_of(tuning.objective)} takes "
             f"{beyond.gain:.0%} less{than}, with {_more(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
@@ -120,7 +120,7 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
         and tuning.plan is not None
         and any(share > MANY_EAGER for share in proposed.eager_share.values())
     ):
-        yield "more graphs or memory would take less than 1% off a step, by these costs."
+        yield "more graphs or memory would not be worth their price, by these costs."
 
 
 def mode_of(result: TuneResult) -> Iterator[str]:
@@ -138,11 +138,10 @@ def flags_of(beyond: Beyond) -> Iterator[str]:
     bounds = beyond.bounds
     if bounds.graphs is not None:
         yield f"--max-graphs {bounds.graphs}"
-    # Rounded up, here and below: a smaller bound would exclude the very table that it is for.
     if bounds.memory_mib is not None:
-        yield f"--memory {-(-bounds.memory_mib // 1):.0f}MiB"
+        yield f"--memory {bounds.memory_mib:.0f}MiB"
     if bounds.seconds is not None:
-        yield f"--seconds {-(-bounds.seconds * 10 // 1) / 10:g}"
+        yield f"--seconds {bounds.seconds:g}"
 
 
 def milliseconds(value: float) -> str:
@@ -261,6 +260,12 @@ def _advice(tuning: Tuning) -> str:
     return ADVICE[tuning.verdict] + (" (an estimate)" if tuning.is_estimate else "")
 
 
+def _other(tuning: Tuning) -> str:
+    """Return what the side next to today is: a table that does not do better is not proposed."""
+    is_rejected = tuning.plan is not None and tuning.verdict is not TuneVerdict.CHANGE
+    return "rejected" if is_rejected else "proposed"
+
+
 def _verdict(result: TuneResult) -> Section:
     tuning, load = result.tuning, result.load
     judged = (
@@ -325,8 +330,9 @@ def _sides(result: TuneResult) -> Section | None:
         return ((name, write(today), write(proposed) + errors.get(name, "")) for name, write in rows)
 
     cells = [*both(times), *waits, *both(regrets), *shifted, *both(price)]
-    grid = Grid.of(("", "today", "proposed"), cells, text=1)
-    return Section(name="sides", title="Today and proposed", parts=(grid, *_noise(result.tuning)))
+    other = _other(result.tuning)
+    grid = Grid.of(("", "today", other), cells, text=1)
+    return Section(name="sides", title=f"Today and {other}", parts=(grid, *_noise(result.tuning)))
 
 
 def _waits(today: ServingLatency, proposed: ServingLatency) -> Iterator[tuple[str, str, str]]:
@@ -373,7 +379,7 @@ def _sizes(result: TuneResult) -> Section | None:
             {group for side in sides for group in side}, key=lambda g: (roles.index(g[0]), g[1] is None, g[1] or 0)
         )
     ]
-    return Section(name="sizes", parts=(Grid.of(("role", "batches", "today", "proposed"), rows),))
+    return Section(name="sizes", parts=(Grid.of(("role", "batches", "today", _other(result.tuning)), rows),))
 
 
 def _sizes_of(side: Emulation) -> dict[Group, tuple[int, ...]]:
@@ -419,7 +425,7 @@ def _pareto(result: TuneResult) -> Section | None:
             milliseconds(point.side.mean_step_ms),
             f"{point.side.memory_mib:,.0f}",
             f"{point.side.seconds:.1f}",
-            "proposed" if _is_proposed(point, tuning) else "" if point.within else "beyond the bounds",
+            _other(tuning) if _is_proposed(point, tuning) else "" if point.within else "beyond the bounds",
         )
         for point in points
     ]
@@ -490,7 +496,7 @@ def _pareto_chart(tuning: Tuning) -> Chart | None:
         ("Start-up by graphs", "seconds", PlotAxis("capture", "s", from_zero=True), 1.0),
     ):
         table = [(each.side.graphs, getattr(each.side, name) * scale) for each in tuning.pareto]
-        sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
+        sides = ((tuning.today, "today", TODAY), (tuning.proposed, _other(tuning), PROPOSED))
         marks = [
             Series(label, Mark.POINTS, [(side.graphs, getattr(side, name) * scale)], color=color)
             for side, label, color in sides
@@ -508,7 +514,7 @@ def _pareto_chart(tuning: Tuning) -> Chart | None:
 def _eager_chart(tuning: Tuning) -> Chart | None:
     if tuning.today is None or tuning.proposed is None:
         return None
-    sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
+    sides = ((tuning.today, "today", TODAY), (tuning.proposed, _other(tuning), PROPOSED))
     roles = [role for role in Role if any(role in side.eager_share for side, _, _ in sides)]
     if not any(side.eager_share.get(role) for side, _, _ in sides for role in roles):
         return None
@@ -534,6 +540,7 @@ class _Load:
     sides: tuple[dict[int, PassCost], dict[int, PassCost]]
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     """The sizes of both sides, in tokens, ascending."""
+    labels: tuple[str, str]
 
     @property
     def name(self) -> str:
@@ -571,7 +578,8 @@ def _loads(tuning: Tuning) -> Iterator[_Load]:
             decode = kind_of(own, families[own.role]) is Kind.DECODE
             group = (own.role, own.query_len if decode else None)
             if group not in loads:
-                loads[group] = _Load(group, Counter(), ({}, {}), (sizes[0].get(group, ()), sizes[1].get(group, ())))
+                own_sizes = sizes[0].get(group, ()), sizes[1].get(group, ())
+                loads[group] = _Load(group, Counter(), ({}, {}), own_sizes, ("today", _other(tuning)))
             load = loads[group]
             load.counts[own.num_tokens] += count
             for side, each in zip(load.sides, (before, after), strict=True):
@@ -596,7 +604,7 @@ def _loaded(load: _Load) -> Plot:
         return max((below[tokens] for tokens in ran if tokens <= size), default=0.0)
 
     series = [Series("steps", Mark.LINE, [(tokens, below[tokens]) for tokens in load.tokens], color=LOAD)]
-    for sizes, label, color in zip(load.sizes, ("today", "proposed"), (TODAY, PROPOSED), strict=True):
+    for sizes, label, color in zip(load.sizes, load.labels, (TODAY, PROPOSED), strict=True):
         if sizes:
             points: list[Point] = [(size, share(size)) for size in _few(sizes)]
             series.append(Series(f"{label}: {len(sizes)} sizes", Mark.POINTS, points, color=color))
@@ -610,11 +618,11 @@ def _loaded(load: _Load) -> Plot:
 def _timed(load: _Load) -> Plot:
     """Draw what a pass takes by its tokens, on both sides and with every size."""
     today, proposed = load.sides
-    tokens = load.tokens
+    tokens, labels = load.tokens, load.labels
     series = [
         Series("every size", Mark.LINE, [(n, today[n].every_size / 1e3) for n in tokens], color=LOAD),
-        Series("today", Mark.STAIRS, [(n, today[n].milliseconds / 1e3) for n in tokens], color=TODAY),
-        Series("proposed", Mark.STAIRS, [(n, proposed[n].milliseconds / 1e3) for n in tokens], color=PROPOSED),
+        Series(labels[0], Mark.STAIRS, [(n, today[n].milliseconds / 1e3) for n in tokens], color=TODAY),
+        Series(labels[1], Mark.STAIRS, [(n, proposed[n].milliseconds / 1e3) for n in tokens], color=PROPOSED),
     ]
     x, y = PlotAxis("batch", "tokens", log=True), PlotAxis("time", "s")
     return Plot(title=f"Time of a pass: {load.name}", x=x, y=y, series=series)

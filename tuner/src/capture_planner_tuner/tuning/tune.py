@@ -253,6 +253,15 @@ class TuningBounds:
         # A bound that is another side's own figure must hold for the same figure.
         return TuningBounds(**{name: value for name, value, most in sides if value > most * (1 + 1e-9)})
 
+    def rounded(self) -> TuningBounds:
+        """Return these bounds as people give them: rounded up, as smaller ones would exclude the very table."""
+        memory, seconds = self.memory_mib, self.seconds
+        return attrs.evolve(
+            self,
+            memory_mib=None if memory is None else math.ceil(memory),
+            seconds=None if seconds is None else math.ceil(seconds * 10) / 10,
+        )
+
 
 Propose = Callable[[int, TuningBounds], Plan]
 """From a number of graphs, and bounds for their memory and time, to the plan that is best within both."""
@@ -277,7 +286,7 @@ class Beyond:
     memory_mib: float
     seconds: float
     bounds: TuningBounds
-    """Its own figures, by the bounds that it exceeds: what to give."""
+    """What to give for it."""
 
 
 @attrs.frozen
@@ -529,31 +538,46 @@ class TableSearch:
                 return
             count = each.reach // 2
 
-    def beyond(self, limits: TuningBounds, selected: Candidate | None) -> Beyond | None:
-        """Return what a table without bounds gains over the selected one, or over today's; None: less than ``MORE``."""
-        against = self.past if selected is None else selected.chosen
-        best, count = None, self.most(TuningBounds())
-        while count >= 1:
-            try:
-                free = self.candidate(count, TuningBounds())
-            except BudgetError:
-                break
-            enough = free.chosen.objective < against.objective * (1 - MORE)
-            # Halved as long as the gain stays: the price of the gain should be the least one.
-            if not enough or (best is not None and free.chosen.objective > best.chosen.objective * (1 + MORE)):
-                break
-            if not self.obstacles(free, TuningBounds()):
-                best = free
-            count = free.reach // 2
-        if best is None or limits.hold(best.chosen):
+    def verdict(self, each: Candidate, bounds: TuningBounds | None) -> tuple[TuneVerdict, str]:
+        """Return the verdict on a table, and why; ``bounds``: those that the user gave."""
+        proposed, objective = self.judged(each), self.case.objective
+        if bounds is None or bounds.hold(self.past):
+            return verdict_on(self.before, proposed, self.case.noise(self.present, each.pricing), objective)
+        # Today's graphs are no choice, so nothing has to be gained over them.
+        says = (_change(self.before, proposed, objective), *self.obstacles(each, TuningBounds()))
+        return TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {few(says, len(says))}"
+
+    def beyond(self, bounds: TuningBounds | None, limits: TuningBounds, proposal: Candidate | None) -> Beyond | None:
+        """Return what other bounds gain over a proposal, or over today's graphs; None: less than ``MORE``.
+
+        :param bounds: those that the user gave.
+        :param limits: those that were searched within.
+        """
+        against = self.before if proposal is None else self.judged(proposal)
+        most = against.objective * (1 - MORE)
+        try:
+            top = self.candidate(self.most(TuningBounds()), TuningBounds())
+            free = self.selected(TuningBounds()) if top.chosen.objective < most else None
+            if free is None or limits.hold(free.chosen):
+                return None
+            # Figures are those that a tuning with just these flags has.
+            over = limits.exceeded(free.chosen).rounded()
+            given = {name: value for name, value in attrs.asdict(over).items() if value is not None}
+            other = attrs.evolve(bounds or TuningBounds(), **given)
+            found = self.selected(other)
+        except BudgetError:
             return None
-        side = best.chosen
+        if found is None or self.verdict(found, other)[0] is not TuneVerdict.CHANGE:
+            return None
+        side = self.judged(found)
+        if side.objective >= most:
+            return None
         return Beyond(
             gain=1 - side.objective / against.objective,
             graphs=side.graphs - against.graphs,
             memory_mib=side.memory_mib - against.memory_mib,
             seconds=side.seconds - against.seconds,
-            bounds=limits.exceeded(side),
+            bounds=over,
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -646,7 +670,7 @@ def tune(
     if found.reason:
         return found
     search = TableSearch(case, propose, progress)
-    past, before = search.past, search.before
+    before = search.before
     kept = attrs.evolve(found, verdict=TuneVerdict.KEEP, today=before, proposed=before, judging=case.judging)
     # Graphs that are turned off on purpose are not for sizes to turn on.
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
@@ -663,35 +687,28 @@ def tune(
         if bounds is not None:
             raise
         selected = None  # Today's graphs are fewer than any plan may have.
-    beyond = search.beyond(limits, selected)
+    verdict, reason = (TuneVerdict.KEEP, "") if selected is None else search.verdict(selected, bounds)
+    # Guards come last: say what they refused, as that is what keeps the gain away.
+    refused = f": {search.refused[0]}" if search.refused else ""
+    beyond = search.beyond(bounds, limits, selected if verdict is TuneVerdict.CHANGE else None)
     pareto = tuple(search.pareto(limits))
     kept = attrs.evolve(kept, pareto=pareto, beyond=beyond, bounds=limits, notes=search.notes())
-    is_over = bounds is not None and not bounds.hold(past)
     if selected is None:
-        # Guards come last: say what they refused, as that is what keeps the gain away.
-        refused = f": {search.refused[0]}" if search.refused else ""
-        if is_over:
+        if bounds is not None and not bounds.hold(search.past):
             reason = f"today's graphs exceed the budget, and no table within it holds{refused}"
             return attrs.evolve(kept, verdict=TuneVerdict.OVER_BUDGET, reason=reason)
         reason = f"no better table holds{refused}" if refused else "no table of sizes within the bounds is faster"
         return attrs.evolve(kept, reason=reason)
-    proposed, noise = search.judged(selected), case.noise(search.present, selected.pricing)
-    verdict, reason = verdict_on(before, proposed, noise, case.objective)
-    if is_over:
-        # Today's graphs are no choice, so nothing has to be gained over them.
-        verdict = TuneVerdict.CHANGE
-        says = (_change(before, proposed, case.objective), *search.obstacles(selected, TuningBounds()))
-        reason = f"today's graphs exceed the budget; within it {few(says, len(says))}"
     return attrs.evolve(
         kept,
         verdict=verdict,
         reason=reason,
-        proposed=proposed,
+        proposed=search.judged(selected),
         plan=selected.plan,
         pricings=(search.present, selected.pricing),
         max_graphs=selected.allowed,
         kept=selected.kept,
-        noise=noise,
+        noise=case.noise(search.present, selected.pricing),
         shift=search.shift_of(selected),
     )
 
