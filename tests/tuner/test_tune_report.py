@@ -19,7 +19,7 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner_tuner.report.tune import beyond_of, mode_of, tune_report
+from capture_planner_tuner.report.tune import beyond_of, figures_of, mode_of, tune_report
 from capture_planner_tuner.tuning.judgement import TuneVerdict
 from capture_planner_tuner.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
 from capture_planner_tuner.tuning.tune import Beyond, TuneCase, TuningBounds, tune
@@ -105,6 +105,14 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult, text:
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
+
+
+@pytest.mark.parametrize(("objective", "what"), [("token", "the gain is "), ("mean", "the gain in the mean step is ")])
+def test_the_range_of_a_gain_names_what_it_is_of(report: TuneResult, objective: str, what: str) -> None:
+    """The time between two outputs stands before it, whatever the objective."""
+    line = next(figures_of(attrs.evolve(report.tuning, verdict=TuneVerdict.CHANGE, objective=objective)))
+    assert line.startswith("time between two outputs ")
+    assert f", {what}" in line
 
 
 def test_a_table_that_is_rejected_is_not_called_proposed(report: TuneResult, text: str) -> None:

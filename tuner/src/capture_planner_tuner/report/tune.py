@@ -53,7 +53,9 @@ def figures_of(tuning: Tuning) -> Iterator[str]:
         text += ", a step without a graph on both sides"
     if noise is not None and noise.low is not None and noise.high is not None:
         drawn = f"{noise.blocks} blocks of it" if noise.blocks else "it, step by step"
-        text += f"; drawing the traffic anew from {drawn}, the gain is {noise.low:.1%} to {noise.high:.1%}"
+        # The range is of the objective, which need not be the time above.
+        what = "" if tuning.objective == "token" else f" in the {subject_of(tuning.objective)}"
+        text += f"; drawing the traffic anew from {drawn}, the gain{what} is {noise.low:.1%} to {noise.high:.1%}"
     yield f"{text}."
     eager = [
         f"{role.value} {percent(today.eager_share[role])} to {percent(proposed.eager_share.get(role, 0.0))}"
