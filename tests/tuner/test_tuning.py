@@ -155,7 +155,7 @@ def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Sp
     assert found.proposed is not None
     assert found.verdict is not TuneVerdict.TOO_LITTLE_DATA
     assert found.proposed.mean_step_ms <= found.today.mean_step_ms * (1 + 1e-9)
-    own = TuningBounds(memory_mib=found.today.memory_mib, seconds=found.today.seconds)
+    own = TuningBounds(memory_mib=found.today.memory_mib, seconds=found.today.seconds).rounded()
     if not own.hold(found.proposed):
         assert found.proposed.memory_mib <= max(400.0, found.today.memory_mib)
         assert found.proposed.seconds <= max(5.0, found.today.seconds)

@@ -527,7 +527,7 @@ def tuned(
         return chosen(count, kept)[1]
 
     # Without a budget graphs may take so much, if that pays.
-    room = TuningBounds(memory_mib=environment.device.memory * ROOM_SHARE / MIB, seconds=ROOM_SECONDS)
+    room = TuningBounds(memory_mib=environment.device.memory * ROOM_SHARE // MIB, seconds=ROOM_SECONDS)
     try:
         tuning = tune(case, propose, bounds=_bounds(spec.budget), room=room, progress=progress)
     except PlanningError as error:

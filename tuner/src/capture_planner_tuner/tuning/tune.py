@@ -676,7 +676,7 @@ def tune(
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
         return attrs.evolve(kept, reason="graphs are turned off, so no sizes are chosen; allow them, and tune again")
     # Not 0 graphs, which `most` would read as no bound.
-    own = TuningBounds(graphs=max(len(today.graphs), 1), memory_mib=before.memory_mib, seconds=before.seconds)
+    own = TuningBounds(graphs=max(len(today.graphs), 1), memory_mib=before.memory_mib, seconds=before.seconds).rounded()
     wide = _wider(room or TuningBounds(), own)
     # Without a budget: what today takes, then more memory and time, then more graphs too.
     tiers = [own, attrs.evolve(wide, graphs=own.graphs), wide] if bounds is None else [bounds]
