@@ -93,8 +93,8 @@ def test_the_document_has_what_it_promises(document: Any) -> None:
     assert steps["least"] == 1000
     assert data["assumptions"] == []
     assert not any("no order in time" in note for note in data["notes"])
-    (command,) = data["commands"]
-    assert command == "capture-planner launch plan.yaml -- vllm serve " + " ".join(FLAGS[1:])
+    assert data["commands"] == []  # no plan was written
+    assert data["notes"][-1] == "nothing is written: give -o FOLDER for the plan"
 
 
 def test_a_change_is_written_as_a_folder_that_reproduces_it(call: Run) -> None:
@@ -106,6 +106,11 @@ def test_a_change_is_written_as_a_folder_that_reproduces_it(call: Run) -> None:
     names = ["launch.sh", "plan.yaml", "profile.yaml", "spec.yaml", "traffic.yaml"]
     ran = call("tune", *FLAGS, *LOAD, "-o", "tuned")
     assert ran.code == 0, ran.err
+    assert "nothing is written" not in ran.out
+    assert "capture-planner launch tuned/plan.yaml -- vllm serve " + " ".join(FLAGS[1:]) in ran.out
+    budget = codec.load_spec("tuned/spec.yaml").budget
+    assert budget.memory is not None
+    assert budget.memory % (1 << 20) == 0  # as people write it
     assert sorted(path.name for path in Path("tuned").iterdir()) == names
     Path("tuned/page.html").touch()
     assert call("tune", *FLAGS, *LOAD, "-o", "tuned", "--html", "tuned/page.html").code == 0
@@ -229,6 +234,10 @@ def test_observations_are_tuned_by_their_own_batches(call: Run, tmp_path: Path) 
     data = tuned(call, "observed", "--profile", "profile.yaml")
     assert data["steps"] == {"chosen": 1200, "judged": 1200, "held_out": False, "least": 1000}
     assert tuned(call, "observed/seen.yaml", "--profile", "profile.yaml")["steps"] == data["steps"]
+    stdin = Path("observed/seen.yaml").read_bytes()
+    for name in ("-", "/dev/stdin"):
+        ran = call("tune", name, "--profile", "profile.yaml", "--format", "json", stdin=stdin)
+        assert ran.document(0)["today"] == data["today"]
     assert data["today"]["graphs"] == plan.num_graphs
     step, token = data["today"]["mean_step_ms"], data["today"]["token_ms"]
     assert token == pytest.approx(step / (1 + 900 / 1200), rel=1e-4)  # the document is rounded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     document = read_document(words[0])
     if document.is_observation:
         named = None if environment is None else catalog.find_environment(environment)
-        return observed_subject(document.load(Observation), words[0], named)
+        return observed_subject(document.load(Observation), "-" if words[0] == "/dev/stdin" else words[0], named)
     # A plan has its sizes already; the spec and the observation say what else could be chosen.
     if document.is_plan:
         raise click.UsageError(f"{words[0]} is a plan; tune its spec, or an observation of the engine that runs it.")
@@ -178,8 +180,12 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     name, sources = values["profile_file"], values["sources"]
     given = None if name is None else codec.load_profile(name)
     subject = subject_of(words, values["environment"], given)
-    if not sources and subject.observation is None:
-        raise click.UsageError("Missing option '--traffic'.")
+    if not sources:
+        if subject.observation is None:
+            raise click.UsageError("Missing option '--traffic'.")
+        # It was read to its end as the deployment, and is the traffic, too.
+        if subject.file == "-":
+            sys.stdin = io.TextIOWrapper(io.BytesIO(codec.dumps(subject.observation).encode()))
     asked = TuneOptions(
         sources=tuple(sources),
         profile=given,
@@ -199,7 +205,9 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
             reading=lambda files, times: reading_bar(files, values["progress"], times=times),
             progress=advance,
         )
-    line = found.launch(str((output or Path()) / PLAN_FILE))
+    if output is None and found.plan is not None:
+        found = attrs.evolve(found, notes=(*found.notes, "nothing is written: give -o FOLDER for the plan"))
+    line = None if output is None else found.launch(str(output / PLAN_FILE))
     if line is not None:
         commands = () if line.command is None else (line.command,)
         found = attrs.evolve(found, commands=commands, notes=(*found.notes, *line.notes))
