@@ -181,6 +181,10 @@ def test_costs_without_eager_times_are_an_estimate(role: Role) -> None:
     subject = observed_subject(replace(seen, roles=tuple(roles)), "seen.yaml")
     assert costs_of(subject).is_estimate
     assert "seen.yaml lacks times of graphs, or of steps without one" in missing_costs(subject)
+    # On another device it is not the observation that lacks anything.
+    assert ": seen.yaml is of another device;" in missing_costs(
+        observed_subject(seen, "seen.yaml", find_environment("h100"))
+    )
 
 
 @pytest.mark.parametrize("role", Role)

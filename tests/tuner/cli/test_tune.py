@@ -130,6 +130,10 @@ def test_a_change_is_written_as_a_folder_that_reproduces_it(call: Run) -> None:
     ran = call("launch", "--dry-run", "tuned/plan.yaml", *words[4:-1])
     assert ran.code == 0, ran.err
     assert call("check", "tuned/plan.yaml").code == 0
+    # The spec's own profile counts: of this engine on the device that it names.
+    by_itself = tuned(call, "tuned/spec.yaml", *LOAD[:2])
+    assert by_itself == tuned(call, "tuned/spec.yaml", *LOAD)
+    assert by_itself["estimate"] is False
     ran = call("tune", "tuned/spec.yaml", *LOAD, "-o", "other")
     assert ran.code == 0, ran.err
     assert ran.out.splitlines()[0].endswith("tuned/spec.yaml: keep what you have")

@@ -88,7 +88,9 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     # A plan has its sizes already; the spec and the observation say what else could be chosen.
     if document.is_plan:
         raise click.UsageError(f"{words[0]} is a plan; tune its spec, or an observation of the engine that runs it.")
-    machine, spec = _machine(environment, profile), document.load(Spec)
+    spec, measured = document.load(Spec), codec.load_measurements(document)
+    own = None if measured is None else measured.profile
+    machine = _machine(environment, profile or own)
     plan = plan_document(document, ChosenMachine(machine.environment))
     return TuneSubject(
         name=words[0],
@@ -97,6 +99,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
         derived=DerivedSpec(spec=spec),
         notes=machine.assumptions,
         file=words[0],
+        profile=own,
     )
 
 
@@ -143,7 +146,7 @@ def _objective(text: str) -> str:
     "--profile",
     "profile_file",
     metavar="FILE",
-    help="Costs. Default: those of OBSERVATION, or the nearest profile that ships.",
+    help="Costs. Default: those of OBSERVATION or SPEC, or the nearest profile that ships.",
 )
 @click.option("--max-graphs", type=POSITIVE, help="Most graphs.")
 @click.option("--memory", type=SIZE, help="Most memory for graphs, such as 1GiB.")

@@ -82,6 +82,8 @@ class TuneSubject:
     file: str | None = None
     """The observation or the spec."""
     observation: Observation | None = None
+    profile: Profile | None = None
+    """The profile that the spec names."""
 
     @property
     def observed_here(self) -> Observation | None:
@@ -161,12 +163,14 @@ class TuneCosts:
 
 
 def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | None = None) -> TuneCosts:
-    """Return the profile that was given, or what was observed, or the nearest shipped profile.
+    """Return the profile that was given, or the spec's own, or what was observed, or the nearest shipped profile.
 
     :param name: of the profile that was given.
     :raises CapturePlannerError: no profile that ships is of such a device.
     """
     machine, model = subject.environment, subject.derived.spec.model
+    if given is None and subject.profile is not None:
+        given, name = subject.profile, subject.derived.spec.sizes.profile
     if given is not None:
         # A profile that was given wins over observed costs: someone chose it.
         says = catalog.foreign_costs(str(name), given, machine, model, subject.today.parallel)
@@ -232,7 +236,9 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
     """
     seen = subject.observation is not None
     why = " by the costs of another deployment"
-    if seen and given is None:
+    if seen and given is None and subject.observed_here is None:
+        why = f": {subject.file} is of another device"
+    elif seen and given is None:
         why = f": {subject.file} lacks times of graphs, or of steps without one, or what capturing took"
     command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
     return (
