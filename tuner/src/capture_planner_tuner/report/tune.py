@@ -264,8 +264,8 @@ def _advice(tuning: Tuning) -> str:
 
 def _other(tuning: Tuning) -> str:
     """Return what the side next to today is: a table that does not do better is not proposed."""
-    is_rejected = tuning.plan is not None and tuning.verdict is not TuneVerdict.CHANGE
-    return "rejected" if is_rejected else "proposed"
+    is_kept = tuning.plan is not None and tuning.verdict is not TuneVerdict.CHANGE
+    return "best found" if is_kept else "proposed"
 
 
 def _verdict(result: TuneResult) -> Section:
