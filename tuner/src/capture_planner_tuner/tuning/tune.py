@@ -557,7 +557,7 @@ class TableSearch:
         most = against.objective * (1 - MORE)
         try:
             top = self.candidate(self.most(TuningBounds()), TuningBounds())
-            free = self.selected(TuningBounds()) if top.chosen.objective < most else None
+            free = self.selected(TuningBounds()) if self.judged(top).objective < most else None
             if free is None or limits.hold(free.chosen):
                 return None
             # Figures are those that a tuning with just these flags has.
