@@ -298,13 +298,10 @@ def test_a_budget_below_todays_graphs_is_no_reason_to_keep_them(
     assume(planned(case[0]).num_graphs > graphs)
     found = tuned(*case, bounds=TuningBounds(graphs=graphs), graphs=graphs)
     assert found.reason.startswith("today's graphs exceed the budget")
-    if found.plan is None:
-        assert found.verdict is TuneVerdict.OVER_BUDGET
-        assert "check warns of" in found.reason
-        return
-    assert found.verdict is TuneVerdict.CHANGE
-    assert found.shift is not None
-    assert ("with twice the load" in found.reason) is (found.shift.gain < -SHIFTED)
+    assert found.verdict is (TuneVerdict.OVER_BUDGET if found.plan is None else TuneVerdict.CHANGE)
+    assert ("check warns of" in found.reason) is (found.plan is None)
+    costs_more = found.shift is not None and found.shift.gain < -SHIFTED
+    assert ("with twice the load" in found.reason) is costs_more
 
 
 def test_deployments_without_graphs_are_left_alone() -> None:

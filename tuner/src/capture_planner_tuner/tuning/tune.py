@@ -328,7 +328,7 @@ class TuneCase:
     reported_mib: float | None = None
     """Memory of today's graphs that the engine reported; None or 0: it is predicted."""
     reported_seconds: float | None = None
-    """The time of their capture, likewise."""
+    """The time of their capture, as above."""
 
     def judged(self, pricing: Pricing, steps: Mapping[Batch, int]) -> SideFigures:
         """Return the figures of a side over some steps."""
