@@ -127,7 +127,11 @@ RULES: dict[str, Rules] = {
     ),
     "dispatch/dispatcher": (
         ("entry.num_tokens // query_len)", r"num_tokens / query_len", "as many requests as the whole number below"),
-        ("entry.num_reqs >= entry.num_tokens else", r"num_reqs (>|==) entry", "the bound binds no batch: the same answers"),
+        (
+            "entry.num_reqs >= entry.num_tokens else",
+            r"num_reqs (>|==) entry",
+            "the bound binds no batch: the same answers",
+        ),
         ("if level < len(self._levels)", r"level (!=|is not) len", _BISECTED),
         ("_CACHE_SIZE = 1 << 16", r"_CACHE_SIZE = .*", "how many answers are kept"),
         ("self._cached = 1", r"_cached = +[02]", "how many answers are kept"),
