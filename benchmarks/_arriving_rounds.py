@@ -609,13 +609,15 @@ def stated(results: Mapping[str, Any], itself: float | None, after: float | None
 def targets_of(group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the targets of a group, and whether each is met."""
     name = group.name
-    if "turns" in result:
-        yield from _targets_of_turns(name, result)
-        return
-    if TUNED not in result["medians"]:
-        tune = result.get("tune") or {}
+    tune, turns = result.get("tune") or {}, result.get("turns")
+    # What ``tune`` keeps takes no turns where no list by hand does.
+    served = TUNED in result["medians"] if turns is None else turns["by_load"] or tune.get("verdict") == "keep"
+    if not served:
         reasons = "; ".join(each.strip().splitlines()[-1] for each in result["errors"])
         yield f"{name}: tuned measured ({reasons or tune.get('reason', 'not served')})", False
+        return
+    if turns is not None:
+        yield from _targets_of_turns(name, result)
         return
     ratios, engines = result["ratios"], result["engines"]
     ours = engines.get(TUNED) or engines[ITSELF]
@@ -632,9 +634,7 @@ def targets_of(group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, b
         middle, text = _of(found["tokens_per_second"])
         yield f"{name}: {load}, tuned at least the expert's tokens/s ({text})", middle >= 1.0
     if EXPERT in engines:
-        counts = [sum(each["graphs"].values()) for each in (ours, engines[EXPERT])]
-        text = f"{counts[0]} of {counts[1]}"
-        yield f"{name}: at most half of the expert's graphs ({text})", counts[0] * 2 <= counts[1]
+        yield _half(name, ours["graphs"], engines[EXPERT]["graphs"])
     yield from _promised(name, result)
 
 
@@ -648,11 +648,15 @@ def _targets_of_turns(name: str, result: Mapping[str, Any]) -> Iterator[tuple[st
                 longer = steps[TUNED] / steps[other]
                 text = f"{longer:.3f} +- {error:.3f}"
                 yield f"{name}: {load}, an equal step takes at most that of {other} ({text})", longer <= most
-    counts = {column: sum(graphs.values()) for column, graphs in turns["graphs"].items()}
-    if EXPERT in counts and TUNED in counts:
-        text = f"{counts[TUNED]} of {counts[EXPERT]}"
-        yield f"{name}: at most half of the expert's graphs ({text})", counts[TUNED] * 2 <= counts[EXPERT]
+    graphs = turns["graphs"]
+    if EXPERT in graphs and TUNED in graphs:
+        yield _half(name, graphs[TUNED], graphs[EXPERT])
     yield from _promised(name, result)
+
+
+def _half(name: str, ours: Mapping[str, int], experts: Mapping[str, int]) -> tuple[str, bool]:
+    counts = sum(ours.values()), sum(experts.values())
+    return f"{name}: at most half of the expert's graphs ({counts[0]} of {counts[1]})", counts[0] * 2 <= counts[1]
 
 
 def _promised(name: str, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:

@@ -160,3 +160,11 @@ def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     )
     assert {part(tmp_path) for part in parts} == {arriving_tables.MISSING}
     assert arriving_tables.targets(folder=tmp_path) == arriving_tables.machine(folder=tmp_path) == "Not measured yet."
+
+
+@pytest.mark.parametrize(("verdict", "met"), [("change", [False]), ("keep", [])])
+def test_plans_that_did_not_take_turns_are_missed_unless_tune_keeps(verdict: str, met: list[bool]) -> None:
+    group = rounds.Group(name="lora", loads=(), columns=(rounds.ITSELF, rounds.TUNED))
+    turns = {"steps": 8, "graphs": {}, "rows": []}
+    result = {"loads": [], "errors": ["merged: it has ended"], "tune": {"verdict": verdict}, "turns": turns}
+    assert [each for _, each in rounds.targets_of(group, rounds.summarised(result))] == met
