@@ -613,7 +613,7 @@ def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Ite
             continue
         seconds = [graph.seconds for graph in unused if graph.seconds is not None]
         mib = [graph.mib for graph in unused if graph.mib is not None]
-        cost = [f"{sum(seconds):,.1f} s"] * bool(seconds) + [f"{sum(mib):,.0f} MiB"] * bool(mib)
+        cost = [text for text, known in ((f"{sum(seconds):,.1f} s", seconds), (f"{sum(mib):,.0f} MiB", mib)) if known]
         message = (
             f"{role.role}: {len(unused)} of {counted(len(role.graphs), 'graph')} were not replayed in "
             f"{counted_steps(role.steps)}, such as {unused[0].entry}"

@@ -212,7 +212,7 @@ def test_fixes_alone_and_together_emulate_each_command_line_once(line):
 
 @pytest.mark.parametrize("code", ["EN001", "EN004"])
 def test_fixes_together_leave_what_is_not_given(code):
-    """A finding that is ignored, or that no load reaches, costs no graph and stands in the way of none."""
+    """A finding that is ignored, or that no load reaches, costs no graph and keeps no fix out."""
     drafts = """--speculative-config '{"method":"ngram","num_speculative_tokens":3}'"""
     command = shlex.split(f"--max-num-seqs 300 --cudagraph-capture-sizes 8 250 {drafts}")
     engine = find_engine("vllm")

@@ -210,7 +210,7 @@ def test_the_latest_worker_is_the_one_that_started_last(tmp_path, changed):
 
 @pytest.mark.parametrize("names", [("vllm.rank0.3.yaml", "vllm.rank0.7.yaml"), ("a.yaml", "b.yaml")])
 def test_files_of_several_models_in_a_folder_are_refused(tmp_path, names):
-    """Also those of one worker, of which only the latest is read; other files are none of its business."""
+    """Also files of one worker, of which only the latest is read; other files do not count."""
     for name, model in zip(names, ("8b", "0.6b"), strict=True):
         (tmp_path / name).write_text(codec.dumps(worker(0, 1, 1, {}, model=model)))
     (tmp_path / "plan.yaml").write_text(codec.dumps(PLAN))

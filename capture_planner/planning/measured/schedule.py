@@ -440,7 +440,7 @@ def _lengths(
                 exact[index] += times * (chain or 1) * costs.profile.expert_milliseconds(role, count * width)
         for index, count in enumerate(counts):
             exact[index] += costs.profile.step(count, 0.0)
-        rising = tuple(accumulate(padded, max))  # what the host takes besides may fall as a size grows
+        rising = tuple(accumulate(padded, max))  # the overhead of the host may fall as a size grows
         lengths.append(DraftLength(k=k, tokens=tokens[k], padded=rising, exact=tuple(exact), graphs=graphs))
     return tuple(lengths)
 

@@ -256,7 +256,7 @@ def _side(side: ExpectedSteps, observation: Observation) -> SideCheck | None:
         error_ms=math.hypot(costs, *(step.error * step.steps / number for step, *_ in compared)),
         steps=number,
         timed=sum(step.timed for step, *_ in compared),
-        # Those of shapes that are not listed, too.
+        # Steps of shapes that are not listed count, too.
         share=number / sum(role.steps for role in observation.roles if not role.role.is_drafter),
     )
 

@@ -146,7 +146,7 @@ def _objective(text: str) -> str:
     "--profile",
     "profile_file",
     metavar="FILE",
-    help="Costs. Default: those of OBSERVATION or SPEC, or the nearest profile that ships.",
+    help="Profile with costs. Default: of OBSERVATION or SPEC, else the nearest shipped one.",
 )
 @click.option("--max-graphs", type=POSITIVE, help="Most graphs.")
 @click.option("--memory", type=SIZE, help="Most memory for graphs, such as 1GiB.")

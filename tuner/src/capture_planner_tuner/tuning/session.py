@@ -200,7 +200,7 @@ def costs_of(subject: TuneSubject, given: Profile | None = None, name: str | Non
 
 
 def _observed(subject: TuneSubject) -> Profile | None:
-    """Return the costs of an observation; None where it lacks those of a role's graphs, or of steps without one."""
+    """Return the costs of an observation; None where a role's graphs, or its steps without one, have no costs."""
     observation = subject.observed_here
     if observation is None:
         return None

@@ -12,8 +12,9 @@ import attrs
 from capture_planner_vllm.inside import device, profile
 from capture_planner_vllm.inside.buffers import CreateForward
 from capture_planner_vllm.inside.dummy_rows import DummyRows
+from capture_planner_vllm.inside.observe_seams import is_target
 from capture_planner_vllm.inside.profile import Replay
-from capture_planner_vllm.inside.trials import TrialGraph, Trials, is_target
+from capture_planner_vllm.inside.trials import TrialGraph, Trials
 
 MIB = 1 << 20
 

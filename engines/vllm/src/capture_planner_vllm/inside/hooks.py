@@ -42,7 +42,7 @@ from capture_planner_vllm.inside.apply import ManagerFacts, RoleTable, descripto
 from capture_planner_vllm.inside.buffers import largest_first
 from capture_planner_vllm.inside.chains import with_planned_chains
 from capture_planner_vllm.inside.log import ModeReasons, report
-from capture_planner_vllm.inside.observe_seams import DRAFTERS, MANAGERS
+from capture_planner_vllm.inside.observe_seams import DRAFTERS, MANAGERS, is_target
 from capture_planner_vllm.inside.seam import (
     after_import,
     log_with,
@@ -224,7 +224,7 @@ def _with_plan(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def init_candidates(manager: Any) -> None:
         # The first of a runner: what an earlier one has noted, of memory profiling or another engine, holds no longer.
-        if type(manager).__name__ == "ModelCudaGraphManager":
+        if is_target(manager):
             decisions.clear()
         plan = current_plan()
         if plan is None or not _filled(manager, plan):
@@ -301,7 +301,7 @@ def _refusal(manager: Any, plan: Plan) -> str | None:
 
 def role_of(manager: Any) -> Role:
     """Return the role of a known manager: its class says target or drafter, its decodes' length which pass."""
-    if type(manager).__name__ == "ModelCudaGraphManager":
+    if is_target(manager):
         return Role.TARGET
     # One class serves both passes; only the prefill has the target's tokens for each request, 1 + K.
     wide = manager.decode_query_len > manager.vllm_config.num_speculative_tokens

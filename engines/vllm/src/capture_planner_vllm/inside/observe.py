@@ -221,7 +221,7 @@ class Observer(StepHooks):
         asked = bool(os.environ.get(OBSERVE)) and os.environ.get(PROFILE) == "1"
         agreed = workers.all_profile(profiles=asked)
         if asked and not agreed:
-            self._note(f"not profiled, as not every worker is: give {OBSERVE} and {PROFILE}=1 to those of each host")
+            self._note(f"not profiled: not every worker is; set {OBSERVE} and {PROFILE}=1 on each host")
         return agreed
 
     def _dummy_rows(self, runner: Any) -> DummyRows | None:

@@ -24,6 +24,11 @@ OUTPUTS = f"{GPU}.async_utils"
 DRAFTERS = f"{GPU}.spec_decode.target_dependent_ar.cudagraph_utils"
 
 
+def is_target(manager: Any) -> bool:
+    """Say whether a manager has the target's graphs."""
+    return type(manager).__name__ == "ModelCudaGraphManager"
+
+
 @attrs.frozen
 class Seam:
     """One function of vLLM that is wrapped, and the parameters that the wrapper relies on."""

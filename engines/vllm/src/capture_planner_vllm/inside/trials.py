@@ -21,7 +21,7 @@ from capture_planner.errors import class_and_message
 from capture_planner.modes import GraphMode
 from capture_planner_vllm.inside import device
 from capture_planner_vllm.inside.buffers import CreateForward
-from capture_planner_vllm.inside.observe_seams import MANAGERS
+from capture_planner_vllm.inside.observe_seams import MANAGERS, is_target
 from capture_planner_vllm.inside.profile import Replay
 from capture_planner_vllm.inside.splits import FULL_GRAPHS
 
@@ -175,11 +175,6 @@ class Trials:
             for groups in getattr(owner, "attn_groups", ()):
                 for group in groups:
                     yield from getattr(group, "metadata_builders", ())
-
-
-def is_target(manager: Any) -> bool:
-    """Say whether a manager has the target's graphs."""
-    return type(manager).__name__ == "ModelCudaGraphManager"
 
 
 def _kinds(manager: Any, backends: set[str]) -> Iterator[list[Any]]:
