@@ -95,9 +95,10 @@ def engine_of(options: Mapping[str, Any]) -> Vllm:
     """Start the engine with the plugin that the variables ask for."""
     from capture_planner_vllm import vllm_plugin
 
-    vllm_plugin.register()  # vLLM finds it by itself only where it is installed
+    # First: where vLLM's managers are imported by now, the observer is made as the plugin is registered.
     remember_observer()
     note_steps()
+    vllm_plugin.register()  # vLLM finds it by itself only where it is installed
     return Vllm(options["options"], [Path(folder) for folder in options["adapters"]])
 
 

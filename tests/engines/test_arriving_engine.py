@@ -225,16 +225,23 @@ def test_kinds_are_of_near_sizes(one, other, is_decode):
 
 
 def test_observer_that_is_asked_is_the_one_that_observes(monkeypatch):
-    """Also where vLLM registers the plugin again, after the managers' module was imported."""
+    """The managers' module is imported before the plugin is registered, and vLLM registers it again."""
     for module, name in ((observe.Observer, "__init__"), (recorder.Recorder, "__init__"), (watch, "StepPace")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     for name in ("OBSERVERS", "RECORDERS", "STEPS"):
         monkeypatch.setattr(_arriving_worker, name, [])
+    monkeypatch.setattr(seam, "_callbacks", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv(vllm_plugin.PLAN, raising=False)
+
+    def engine(*_):
+        vllm_plugin.register()
+        return vllm_observed.started()
+
+    monkeypatch.setattr(_arriving_worker, "Vllm", engine)
     with vllm_observed.process():
-        _arriving_worker.remember_observer()
-        _arriving_worker.note_steps()
-        runner = vllm_observed.started()
-        observe.attach(importlib.import_module(MANAGERS))
+        importlib.import_module(MANAGERS)
+        runner = _arriving_worker.engine_of({"options": {}, "adapters": []})
         for _ in range(9):
             vllm_observed.run(runner, vllm_observed.step(4, 4))
         (observer,) = _arriving_worker.OBSERVERS
