@@ -7,11 +7,12 @@ equal batches under the others, by kind and tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from capture_planner.records._base import replace
@@ -109,9 +110,16 @@ def added(every: Iterable[Times]) -> Times:
 def equal_steps(columns: Mapping[str, Times]) -> dict[str, float] | None:
     """Return the mean milliseconds of a step in each column, at the batches of all; None where none is common.
 
-    A batch counts where every column had such ones, as often as all had them together.
+    A kind counts where every column had it, as often as all had it together. Where a column lacks one, all kinds of its
+    doubling count as one.
     """
-    common = set.intersection(*({kind for kind, (steps, _) in times.items() if steps} for times in columns.values()))
+    kinds = {kind for times in columns.values() for kind in times}
+    rare = {doubling(kind) for kind in kinds if not all(kind in times for times in columns.values())}
+    columns = {
+        column: added({doubling(kind) if doubling(kind) in rare else kind: each} for kind, each in times.items())
+        for column, times in columns.items()
+    }
+    common = set.intersection(*({*times} for times in columns.values()))
     weights = {kind: sum(times[kind][0] for times in columns.values()) for kind in common}
     if not weights:
         return None
@@ -122,37 +130,51 @@ def equal_steps(columns: Mapping[str, Times]) -> dict[str, float] | None:
     }
 
 
+def doubling(kind: str) -> str:
+    """Return the kinds that share the next power of two."""
+    name, size = kind.split()
+    return f"{name} to {1 << (int(size) - 1).bit_length()}"
+
+
 def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what an equal step took under each plan over all rounds, and by how much that may be off.
 
-    ``step_ms``: by column. ``error``: standard error of the ratio of two columns, by what the even and the odd turns of
-    a plan differ. ``mixed_ms`` and ``decode_ms`` are of one kind alone. None where no batch is common to all.
+    ``step_ms``: by column; ``mixed_ms`` and ``decode_ms`` are of one kind alone. None where no batch is common to all.
+    ``errors``: standard error of the ratio of two columns, by the jackknife: how it varies without a half of a round.
 
     :param rows: of one load or several, each with ``turns`` as ``by_turn`` gives them.
     """
-    names = list(dict.fromkeys(column for row in rows for column in row["turns"]))
-    columns = {name: added(half for row in rows for half in row["turns"].get(name, ())) for name in names}
-    steps = equal_steps(columns) if columns else None
-    if steps is None:
-        return {"step_ms": None, "error": None}
-    found: dict[str, Any] = {"step_ms": {column: round(each, 4) for column, each in steps.items()}}
-    for name in ("mixed", "decode"):
-        one = {
-            column: {kind: each for kind, each in times.items() if kind.startswith(name)}
-            for column, times in columns.items()
-        }
-        part = equal_steps(one)
-        found[f"{name}_ms"] = part and {column: round(each, 4) for column, each in part.items()}
-    squares = [math.log(first / second) ** 2 for first, second in _halves(rows)]
-    # A half has half of the steps of its round, so the ratio of two columns has half of the variance.
-    found["error"] = round(math.sqrt(statistics.fmean(squares) / 2 / len(rows)), 4) if squares else None
-    return found
+    parts = [{column: halves[half] for column, halves in row["turns"].items()} for row in rows for half in (0, 1)]
+    found = {f"{kinds or 'step'}_ms": _mean_steps(parts, kinds) for kinds in ("", "mixed", "decode")}
+    without = [_mean_steps([*parts[:index], *parts[index + 1 :]]) for index in range(len(parts))]
+    return {
+        **{name: steps and {column: round(each, 4) for column, each in steps.items()} for name, steps in found.items()},
+        "errors": {
+            f"{one} / {other}": round(_jackknife([math.log(each[one] / each[other]) for each in without if each]), 4)
+            for one, other in itertools.combinations(found["step_ms"] or (), 2)
+        },
+    }
 
 
-def _halves(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """Yield the mean equal steps of the two halves of each plan in each round."""
-    for row in rows:
-        for halves in row["turns"].values():
-            each = equal_steps({"even": halves[0], "odd": halves[1]})
-            if each is not None:
-                yield each["even"], each["odd"]
+def error_of(found: Mapping[str, Any], one: str, other: str) -> float:
+    """Return the standard error of the ratio of two columns; 0.0 of a column that is the other."""
+    errors = found["errors"]
+    return float(errors.get(f"{one} / {other}", errors.get(f"{other} / {one}", 0.0)))
+
+
+def _mean_steps(parts: Sequence[Mapping[str, Times]], kinds: str = "") -> dict[str, float] | None:
+    """Return the mean equal step of parts of rounds, of kinds that begin so."""
+    columns = {
+        column: added(
+            {kind: each for kind, each in part.get(column, {}).items() if kind.startswith(kinds)} for part in parts
+        )
+        for column in dict.fromkeys(column for part in parts for column in part)
+    }
+    return equal_steps(columns) if columns else None
+
+
+def _jackknife(values: Sequence[float]) -> float:
+    """Return the standard error of a figure, by its values without one part each; infinite with fewer than two."""
+    if len(values) < 2:
+        return math.inf
+    return math.sqrt((len(values) - 1) * statistics.pvariance(values))

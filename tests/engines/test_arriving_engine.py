@@ -1,6 +1,9 @@
 """The benchmark of vLLM under arriving requests: plans that take turns in one engine."""
 
 import importlib
+import math
+import random
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,7 +156,7 @@ def pipelined(plans, turns, length):
 
 @given(STEPS, st.integers(2, 9), st.floats(0.5, 2), st.randoms(use_true_random=False))
 def test_equal_steps_show_what_a_plan_changes_and_no_drift(steps, length, factor, draw):
-    """Batches of a kind take the same time, longer by a factor under one plan; another load has another host."""
+    """Batches of a doubling take the same time, longer by a factor under one plan; another load has another host."""
     rows = []
     for host in (1.0, 1.7):
         turns, timed = [], []
@@ -161,7 +164,7 @@ def test_equal_steps_show_what_a_plan_changes_and_no_drift(steps, length, factor
             if index % length == 0:
                 turns.append((index - 0.5, draw.choice("ab")))
             column = turns[-1][1]
-            kind = _arriving_turns.kind_of(outcome(*batch))
+            kind = _arriving_turns.doubling(_arriving_turns.kind_of(outcome(*batch)))
             seconds = host * (1 + len(kind)) / 1e3 * (factor if column == "b" else 1)
             timed.append((float(index), outcome(*batch), seconds))
         rows.append({"turns": _arriving_turns.by_turn(timed, turns)})
@@ -212,6 +215,37 @@ def test_plan_that_served_no_turn_of_a_load_is_not_compared():
     both = {**served, "b": served["a"]}
     assert _arriving_turns.compared([{"turns": both}, {"turns": served}])["step_ms"] == {"a": 1.0, "b": 1.0}
     assert _arriving_turns.compared([])["step_ms"] is None
+
+
+def test_sizes_that_a_plan_did_not_have_count_with_those_of_their_doubling():
+    """One plan lacks 80, so that 65 to 128 tokens are one kind; both had 32, and only one had kinds near 400."""
+    columns = {
+        "a": {"mixed 32": (2, 2.0), "mixed 80": (1, 5.0), "mixed 128": (1, 7.0), "decode 400": (3, 9.0)},
+        "b": {"mixed 32": (2, 4.0), "mixed 128": (2, 8.0), "mixed 400": (1, 90.0)},
+    }
+    assert _arriving_turns.equal_steps(columns) == {"a": (4 * 1 + 4 * 6) / 8, "b": (4 * 2 + 4 * 4) / 8}
+
+
+def test_error_is_what_the_ratio_of_equal_plans_varies_by():
+    """Over many runs of six rounds, whose host drifts from one to the next, and within one."""
+    draw = random.Random(0)
+    ratios, errors = [], []
+    for _ in range(60):
+        rows = []
+        for _ in range(6):
+            host, turns, steps = draw.lognormvariate(0, 0.2), [], []
+            for index in range(48):
+                turns.append((index * 8 - 0.5, "abc"[index % 3] if index % 2 else draw.choice("abc")))
+                drift = host * draw.lognormvariate(0, 0.2)
+                for step in range(8):
+                    seconds = drift * draw.lognormvariate(-6, 0.3)
+                    steps.append((float(index * 8 + step), outcome(draw.choice((8, 16, 300)), True), seconds))
+            rows.append({"turns": _arriving_turns.by_turn(steps, turns)})
+        found = _arriving_turns.compared(rows)
+        ratios.append(math.log(found["step_ms"]["a"] / found["step_ms"]["b"]))
+        errors.append(_arriving_turns.error_of(found, "b", "a"))
+    assert statistics.fmean(errors) == pytest.approx(statistics.stdev(ratios), rel=0.2)
+    assert abs(statistics.fmean(ratios)) < 3 * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 @given(TOKENS, TOKENS, st.booleans())
