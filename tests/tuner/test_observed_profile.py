@@ -23,7 +23,7 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
 from capture_planner.records.profile import Overhead, Profile
-from capture_planner_tuner.observed_profile import SURE, _graph_of, observed_profile, served_steps
+from capture_planner_tuner.observed_profile import _graph_of, observed_profile, served_steps
 from support.commands import PLAN
 from support.observing import observation_of
 
@@ -201,7 +201,7 @@ def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart
     experts=st.sampled_from((0.0, 0.1, 0.5)),
 )
 def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, experts):
-    """A step takes it at least: eager steps in full; on a graph of another size, of which a part counts."""
+    """An eager step takes it at least. On a graph padding has its price, so the mean of the host's wait is added."""
     floors = dict(zip(KINDS, floors, strict=True))
     start = profiled(experts)
     bare = observed(start)
@@ -226,9 +226,8 @@ def test_time_of_the_host_is_found_and_longer_passes_hide_it(floors, slope, expe
             assert each.milliseconds == 0
             assert not held or each.floor == pytest.approx(floors[each.key], rel=0.1, abs=1)
         else:
-            whole = each.floor / SURE
-            assert not held or whole == pytest.approx(floors[each.key], rel=0.1, abs=1)
-            assert each.milliseconds <= whole - each.floor + 1e-3
+            assert each.floor == 0
+            assert each.milliseconds <= floors[each.key]
 
 
 def judged_mean(profile, observation):

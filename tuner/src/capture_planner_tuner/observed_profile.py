@@ -259,11 +259,6 @@ def _samples(role: ObservedRole, graphs: Iterable[ObservedGraph]) -> Iterator[Gr
 # What steps take besides their passes ------------------------------------------------------------
 
 
-SURE = 0.6
-"""Part of the host's time within which padding is free. Each step of another start of an engine takes 0.74 to 1.36
-times as long, and of 0.4 to 0.7 this is closest to what mixed batches took under five plans against a list of more
-sizes (docs/lab/vllm.md). An eager pass has no size to choose, so all of the host's time counts."""
-
 FITS = 8
 """Turns of the fit of floors and of the time for each request."""
 
@@ -404,7 +399,9 @@ def _fit_overheads(steps: Sequence[ServedStep]) -> tuple[float, Mapping[Kind, tu
         floors = {kind: _floor(alike, slope) for kind, alike in kinds.items()}
     apart = {}
     for kind, alike in kinds.items():
-        floor = floors[kind] * (1 if kind[0] is GraphMode.NONE else SURE)
+        # A replay may wait for the host, too, but padding has its price: the host's time varies from step to step and
+        # from start to start. An eager pass has no size to choose.
+        floor = floors[kind] if kind[0] is GraphMode.NONE else 0.0
         rests = [(each.interval - slope * each.num_reqs - each.with_floor(floor), each.weight) for each in alike]
         apart[kind] = floor, max(_mean(rests), 0.0)
     return slope, apart
