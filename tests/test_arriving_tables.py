@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import _arriving_rounds as rounds
+import _arriving_turns as turns_of
 import arriving_tables
 import pytest
 from hypothesis import given
@@ -155,6 +156,7 @@ def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
         arriving_tables.start,
         arriving_tables.throughput,
         arriving_tables.promises,
+        arriving_tables.turns,
         arriving_tables.deployments,
         arriving_tables.sglang,
     )
@@ -168,3 +170,37 @@ def test_plans_that_did_not_take_turns_are_missed_unless_tune_keeps(verdict: str
     turns = {"steps": 8, "graphs": {}, "rows": []}
     result = {"loads": [], "errors": ["merged: it has ended"], "tune": {"verdict": verdict}, "turns": turns}
     assert [each for _, each in rounds.targets_of(group, rounds.summarised(result))] == met
+
+
+def test_turns_show_what_is_no_noise(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A load is missed by more than two errors of its ratio; all loads together are a target, too."""
+    group = rounds.Group(name="8b-3", loads=(), columns=COLUMNS)
+    expert, tuned = rounds.EXPERT, rounds.TUNED
+
+    def served(load: str, tuned_ms: float, spread: float) -> dict[str, Any]:
+        turns = {
+            column: ({"decode 8": (8, 8 * each * (1 + spread))}, {"decode 8": (8, 8 * each * (1 - spread))})
+            for column, each in ((rounds.ITSELF, 1.0), (expert, 1.0), (tuned, tuned_ms))
+        }
+        turns[expert] = turns[expert][::-1]
+        return {"load": load, "turns": turns}
+
+    rows = [served(load, each, spread) for load, each, spread in (("a", 1.01, 0.05), ("b", 1.01, 0.001)) for _ in "12"]
+    turns = {"steps": 8, "graphs": {rounds.ITSELF: {"target": 9}, expert: {"target": 9}, tuned: {"target": 4}}}
+    result = rounds.summarised(
+        {"loads": ["a", "b"], "errors": [], "tune": {"verdict": "change"}, "turns": {**turns, "rows": rows}}
+    )
+    met = {
+        name.split(": ")[1].split(",")[0]: each
+        for name, each in rounds.targets_of(group, result)
+        if expert in name and "graphs" not in name
+    }
+    assert met == {"a": True, "b": False, "all loads": True}
+    rounds.show("8b-3", result)
+    assert "+-" in capsys.readouterr().out
+    file = {"provenance": {"date": "2026-01-01"}, "results": {"8b-3": {**result, "shape": "8b", "k": 3, "layers": 36}}, "targets": {}}
+    (tmp_path / "vllm_turns-2026-01-01.json").write_text(json.dumps(file))
+    line = arriving_tables.turns(tmp_path).splitlines()[-1]
+    found = result["turns"]["all_loads"]
+    error = turns_of.error_of(found, tuned, expert)
+    assert line == f"| Qwen3-8B, K=3 | {found['step_ms'][rounds.ITSELF]:.2f} | 1.000 | 1.010 ± {error:.3f} |"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from results import NO_VALUE, RESULTS, files, table
 
-VLLM, SGLANG = "vllm_arriving*.json", "sglang_arriving*.json"
+VLLM, TURNS, SGLANG = "vllm_arriving*.json", "vllm_turns*.json", "sglang_arriving*.json"
 HEADLINE = "0.6b-3"
 ITSELF, EXPERT, TUNED = COLUMNS = ("by itself", "expert's list", "tuned")
 MISSING = "Not measured yet."
@@ -29,7 +30,7 @@ def newest(pattern: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
         name: {**result, "file": file}
         for file in files(pattern, folder)
         for name, result in file["results"].items()
-        if ITSELF in result["medians"]
+        if ITSELF in (result["medians"] if pattern != TURNS else result["turns"]["all_loads"]["step_ms"] or ())
     }
 
 
@@ -131,7 +132,8 @@ def promises(folder: Path = RESULTS) -> str:
     """Return how far the mean step that ``tune`` stated is off the measured one, as observed and under the plan."""
     rows = [
         (name, *(_promise(result["promise"].get(when)) for when in ("before", "after")))
-        for name, result in newest(VLLM, folder).items()
+        # What took turns has one host for both engines.
+        for name, result in (newest(VLLM, folder) | newest(TURNS, folder)).items()
     ]
     return table(("group", "as observed, ms", "under the plan, ms"), rows) if rows else MISSING
 
@@ -142,6 +144,29 @@ def _promise(found: Mapping[str, float] | None) -> str:
     # Times by how much the host slowed down since the observation, as the engine by itself shows.
     stated = found["stated_ms"] * found.get("drift", 1.0)
     return f"{stated:.2f}, took {found['measured_ms']:.2f} ({found['off']:+.1%})"
+
+
+def turns(folder: Path = RESULTS) -> str:
+    """Return what an equal step takes under each plan, by that of the list by hand or of the engine by itself."""
+    found = newest(TURNS, folder)
+    steps = {name: result["turns"]["all_loads"]["step_ms"] for name, result in found.items()}
+    others = sorted({column for columns in steps.values() for column in columns} - {*COLUMNS})
+    rows = []
+    for name, result in found.items():
+        reference = EXPERT if EXPERT in steps[name] else ITSELF
+        ratios = {column: each / steps[name][reference] for column, each in steps[name].items()}
+        errors = result["turns"]["all_loads"]["errors"]
+        error = errors.get(f"{TUNED} / {reference}", errors.get(f"{reference} / {TUNED}"))
+        rows.append(
+            (
+                title(result) if EXPERT in steps[name] else name.replace("-", " "),
+                f"{steps[name][ITSELF]:.2f}",
+                f"{ratios[ITSELF]:.3f}",
+                NO_VALUE if error is None else f"{ratios[TUNED]:.3f} ± {error:.3f}",
+                *[f"{ratios[column]:.3f}" if column in ratios else NO_VALUE for column in others],
+            )
+        )
+    return table(("deployment", f"{ITSELF}, ms", ITSELF, TUNED, *others), rows) if rows else MISSING
 
 
 def deployments(folder: Path = RESULTS) -> str:
@@ -211,6 +236,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "arriving-start": start,
     "arriving-promises": promises,
     "arriving-deployments": deployments,
+    "arriving-turns": turns,
     "arriving-targets": targets,
+    "arriving-targets-turns": functools.partial(targets, TURNS),
     "arriving-sglang": sglang,
 }
