@@ -27,7 +27,7 @@ from capture_planner.cli.options import POSITIVE, ParsedText, flag
 from capture_planner.engines import Component, components, emulate, find_engine
 from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, ChangeTrials, fixed_together
 from capture_planner.engines.check import check as check_flags
-from capture_planner.engines.load import EngineLoad, is_reached, load_text, ranked, reached_graphs
+from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
 from capture_planner.report.engine import findings_report
 from capture_planner.report.findings import Drift, FileFinding, as_github, as_sarif, check_report
 
@@ -211,10 +211,10 @@ def _check_one(
         assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
     if to.form not in ("text", "json"):
         show_notes(assumptions)
-    together = fixed_together(emulation, [each for each in findings if load is None or is_reached(each, load)], trials)
-    reached = "" if load is None else load_text(emulation, load)
     if load is not None:
         findings = ranked(findings, load)
+    together = fixed_together(emulation, [each for each in findings if each.is_reached], trials)
+    reached = "" if load is None else load_text(emulation, load)
     report = partial(findings_report, emulation, findings, own.programs[0], together, reached)
     placed = [FileFinding(finding=each, file=file, line=component.line, column=1) for each in findings]
     annotations = None if to.form in ("text", "json") else partial(annotate, to, placed)

@@ -101,6 +101,8 @@ class EngineFinding:
     """Number of observed steps concerned, of those whose batches are listed; None where it is not about batches."""
     total: int | None = None
     """Number of observed steps of the role; None: nothing was observed."""
+    is_reached: bool = True
+    """False: a load was given, and has none of its batches."""
 
     @property
     def severity(self) -> Severity:

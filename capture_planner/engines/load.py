@@ -92,28 +92,23 @@ def ranked(findings: Sequence[EngineFinding], load: EngineLoad) -> tuple[EngineF
     return tuple(each for _, each in sorted(seen, key=lambda one: one[0]))
 
 
-def is_reached(finding: EngineFinding, load: EngineLoad) -> bool:
-    """Whether a finding is about no batches, or about some that the load has."""
-    runs = finding.diagnosis.runs
-    happens = load.touched(runs) != 0 and any(load.reaches(run.batch.kind, run.first) for run in runs)
-    return finding.diagnosis.concerns is None or happens
-
-
 def _seen(finding: EngineFinding, load: EngineLoad) -> tuple[tuple[int, int], EngineFinding]:
     """Return a finding under a load, with its place: those that touch steps, those about no batches, the others."""
     diagnosis = finding.diagnosis
     if diagnosis.concerns is None:
         return (1, 0), finding
-    steps, severity = load.touched(diagnosis.runs), diagnosis.severity
-    if not is_reached(finding, load):
+    runs, severity = diagnosis.runs, diagnosis.severity
+    steps = load.touched(runs)
+    is_reached = steps != 0 and any(load.reaches(run.batch.kind, run.first) for run in runs)
+    if not is_reached:
         says, place, severity = f"allowed, and not reached {load.name}", (2, 0), Severity.NOTE
     elif steps is not None:
         says, place = f"reached {load.name}: {share(steps, load.total)}", (0, -steps)
     else:
-        says, place = f"reached {_up_to(diagnosis.runs, load)}{load.name}", (0, 0)
+        says, place = f"reached {_up_to(runs, load)}{load.name}", (0, 0)
     total = None if steps is None else load.total
     told = attrs.evolve(diagnosis, message=f"{diagnosis.message}; {says}", severity=severity)
-    return place, attrs.evolve(finding, diagnosis=told, steps=steps, total=total)
+    return place, attrs.evolve(finding, diagnosis=told, steps=steps, total=total, is_reached=is_reached)
 
 
 def _up_to(runs: Sequence[Run], load: EngineLoad) -> str:

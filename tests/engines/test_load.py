@@ -63,7 +63,7 @@ def test_steps_of_a_finding_are_those_of_its_batches(engine, ceiling, decodes, p
             if any(run.batch.kind is kind and run.first <= extent <= run.last for run in each.diagnosis.runs)
         )
         assert (each.steps, each.total) == (touched, total)
-        assert ("allowed, and not reached" in each.diagnosis.message) == (touched == 0)
+        assert ("allowed, and not reached" in each.diagnosis.message) == (touched == 0) == (not each.is_reached)
         if touched == 0:
             assert each.severity is Severity.NOTE
     steps = [each.steps for each in found if each.steps is not None]
