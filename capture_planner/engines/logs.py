@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from capture_planner.engines import engines
 from capture_planner.measuring import traffic
-from capture_planner.measuring.traffic import SourceOptions, TrafficReading
+from capture_planner.measuring.traffic import SourceOptions, TrafficReading, TrafficSource
 from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.measuring.traffic.source import Advance
 from capture_planner.records.traffic import Traffic
@@ -18,10 +18,10 @@ def log_formats() -> list[LogFormats]:
 
 
 def read_sources(
-    paths: Iterable[str], options: SourceOptions | None = None, advance: Advance = lambda _: None
+    sources: Iterable[str | TrafficSource], options: SourceOptions | None = None, advance: Advance = lambda _: None
 ) -> TrafficReading:
     """Do as ``measuring.traffic.read_sources``, with the formats of the installed engines."""
-    return traffic.read_sources(paths, options, advance, formats=log_formats())
+    return traffic.read_sources(sources, options, advance, formats=log_formats())
 
 
 def read_traffic(

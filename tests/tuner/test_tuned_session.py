@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,6 +132,19 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert found.plan.promise.after.mean_step_ms == pytest.approx(tuning.proposed.mean_step_ms, rel=1e-4)
     assert set(found.texts()) == {"plan.yaml", "spec.yaml", "profile.yaml", "traffic.yaml"}
     assert found.kv_token_mib == 1 / 16
+
+
+def test_an_observation_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As standard input it is at its end, and a file may be another by now; nothing global is replaced."""
+    seen, stream = observed(None), io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr("sys.stdin", stream)
+    ways = [tuned(observed_subject(seen, name)) for name in ("-", str(tmp_path / "gone.yaml"))]
+    assert sys.stdin is stream
+    assert [found.load.traffic.sources for found in ways] == [
+        (f"{name}: observation",) for name in ("<stdin>", tmp_path / "gone.yaml")
+    ]
+    assert all(found.load.judged == tuning_of(seen, tmp_path).load.judged for found in ways)
+    assert not ways[0].load.held_out
 
 
 @pytest.mark.parametrize("reported", [{"graph_mib": 333.0, "capture_seconds": 7.5}, {"graph_mib": 333.0}, {}])

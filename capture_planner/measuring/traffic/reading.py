@@ -64,7 +64,7 @@ class TrafficReading:
 
 
 def read_sources(
-    paths: Iterable[str],
+    sources: Iterable[str | TrafficSource],
     options: SourceOptions | None = None,
     advance: Advance = lambda _: None,
     *,
@@ -74,7 +74,7 @@ def read_sources(
 
     Counts of several sources add up, and so do the times that they cover. ``fitting`` makes it small enough for a file.
 
-    :param paths: files, plain or compressed by gzip; ``-`` is standard input.
+    :param sources: files, plain or compressed by gzip; ``-`` is standard input.
     :param advance: called with the bytes that were read since its last call.
     :param formats: what each of the installed engines writes.
     :raises InvalidDocument: a source cannot be read, or has no batches of a known format.
@@ -82,7 +82,7 @@ def read_sources(
     options = options or SourceOptions()
     read = [
         (source, counts)
-        for source in map(TrafficSource, paths)
+        for source in (TrafficSource(each) if isinstance(each, str) else each for each in sources)
         for counts in _read_source(source, options, advance, formats)
     ]
     read, left = _one_of_each(read)
@@ -162,11 +162,12 @@ def _read_source(
     source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
     """Return what was counted in one source, by format; raises ``InvalidDocument``, as ``read_sources`` does."""
-    is_part = options.part != (0.0, 1.0)
-    if Path(source.path).is_dir():
+    is_part, is_folder = options.part != (0.0, 1.0), Path(source.path).is_dir()
+    if is_folder or source.observation is not None:
         if is_part:
             raise _unordered(source.name)
-        return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
+        counts = observed_counts(source.observation or read_workers(source.path))
+        return [attrs.evolve(counts, format="observations of an engine's workers") if is_folder else counts]
     said: dict[str, None] = {}
     blocks = source.blocks(advance=advance, note=lambda note: said.update({note: None}))
     first = next(blocks, b"")

@@ -18,6 +18,7 @@ from capture_planner.analysis.arrivals import Pace
 from capture_planner.analysis.trace import TraceRow
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.records.batch_space import Deployment
+from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.traffic import TrafficCount
 
@@ -105,6 +106,8 @@ class TrafficSource:
     """A file, plain or compressed by gzip, or standard input as ``-``."""
 
     path: str
+    observation: Observation | None = None
+    """The observation in it, where that was read already."""
 
     @property
     def name(self) -> str:
@@ -138,8 +141,7 @@ class TrafficSource:
             yield _between(rest, first - at, last - at)
 
     def _bounds(self, part: tuple[float, float]) -> tuple[float, float]:
-        path = Path(self.path)
-        if self.path == "-" or path.is_fifo():
+        if self.path == "-" or Path(self.path).is_fifo():
             kind = "standard input" if self.path == "-" else "a pipe"
             raise InvalidDocument([Problem(file=self.name, message=f"{kind} has no parts", remedy="name a file")])
         # The length of compressed text is known only once it is read, so a part takes two passes.

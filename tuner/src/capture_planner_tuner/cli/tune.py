@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -183,12 +181,8 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     name, sources = values["profile_file"], values["sources"]
     given = None if name is None else codec.load_profile(name)
     subject = subject_of(words, values["environment"], given)
-    if not sources:
-        if subject.observation is None:
-            raise click.UsageError("Missing option '--traffic'.")
-        # It was read to its end as the deployment, and is the traffic, too.
-        if subject.file == "-":
-            sys.stdin = io.TextIOWrapper(io.BytesIO(codec.dumps(subject.observation).encode()))
+    if not sources and subject.observation is None:
+        raise click.UsageError("Missing option '--traffic'.")
     asked = TuneOptions(
         sources=tuple(sources),
         profile=given,

@@ -28,7 +28,7 @@ from capture_planner.engines.logs import read_sources
 from capture_planner.engines.spec_of import PLAIN_MODEL, DerivedSpec, spec_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
-from capture_planner.measuring.traffic import RequestTrace, SourceOptions, fitting
+from capture_planner.measuring.traffic import RequestTrace, SourceOptions, TrafficSource, fitting
 from capture_planner.measuring.traffic.request_trace import SCHEDULER, acceptance_of
 from capture_planner.measuring.traffic.source import Advance
 from capture_planner.modes import GraphMode, Role
@@ -277,21 +277,25 @@ def load_of(
 ) -> TuneLoad:
     """Read the sources: two thirds and the last one where all have an order, else all of them once.
 
+    Without sources, the load is what the subject's observation counted.
+
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
     """
-    deployment, sources = subject.today, sorted(sources)
-    # A stream can be read once, so nothing of it can be held out.
-    held_out = not any(source == "-" or Path(source).is_fifo() for source in sources)
+    deployment = subject.today
+    # The observation was read already; standard input is then at its end.
+    given: Sequence[str | TrafficSource] = sorted(sources) or [TrafficSource(str(subject.file), subject.observation)]
+    # A stream can be read once, and an observation has no order, so nothing of them can be held out.
+    held_out = bool(sources) and not any(source == "-" or Path(source).is_fifo() for source in sources)
     if held_out:
         try:
             with reading(sources, 2) as advance:
                 each = [attrs.evolve(options, part=part) for part in (CHOSEN, JUDGED)]
-                readings = [read_sources(sources, own, advance) for own in each]
+                readings = [read_sources(given, own, advance) for own in each]
         except InvalidDocument:
             held_out = False  # A source without an order, a short one, or one that cannot be read at all.
     if not held_out:
         with reading(sources, 1) as advance:
-            readings = [read_sources(sources, options, advance)] * 2
+            readings = [read_sources(given, options, advance)] * 2
     # Only what sizes are chosen by is made to fit a file: both sides are judged on all that was read.
     chosen, judged = fitting(readings[0].traffic), readings[1].traffic
     if not any(each.role is Role.TARGET for each in (*chosen.batches, *judged.batches)):
@@ -495,7 +499,7 @@ def tuned(
     near = costs_of(subject, options.profile, options.profile_name)
     pace = today_pace(subject.today, Costs(near.profile), near.name)
     reads = options.reads.completed(subject.today, pace, near.profile)
-    load = load_of(subject, options.sources or (str(subject.file),), reads, reading)
+    load = load_of(subject, options.sources, reads, reading)
     accepted = accepted_of(load.traffic, derived.spec.speculative)
     objective = options.objective or derived.spec.sizes.objective or OBJECTIVE
     spec = _wanted(derived.spec, subject.today, options, objective)
