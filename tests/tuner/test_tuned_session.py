@@ -271,6 +271,19 @@ def test_a_profile_wins_over_what_was_observed_and_is_named_as_the_reason() -> N
     assert "by the costs of another deployment" in missing_costs(subject, near.profile)
 
 
+def test_an_engine_without_a_plugin_is_not_launched_for_its_costs() -> None:
+    """Launch refuses it, by its flags and as it was observed; a profile that was measured apart makes a promise."""
+    subject = engine_subject("tensorrt-llm", [MODEL.name, "--max_batch_size", "16"], H200)
+    seen = replace(observation_of(subject.today), device=H200.device.name, model=MODEL.name)
+    for each in (subject, observed_subject(seen, "seen.yaml")):
+        says = missing_costs(each)
+        assert "launch" not in says
+        assert "CAPTURE_PLANNER_PROFILE" not in says
+        assert f"measure {MODEL.name} on NVIDIA H200 with `capture-planner profile SPEC -o FILE`" in says
+        assert not costs_of(each, profile(), "FILE").is_estimate
+    assert "capture-planner launch" in missing_costs(engine_subject("sglang", ["--model-path", MODEL.name], H200))
+
+
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuning]:
     """Return what a tuning of decodes of up to 63 requests finds within bounds."""

@@ -240,11 +240,14 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
         why = f": {subject.file} is of another device"
     elif seen and given is None:
         why = f": {subject.file} lacks times of graphs, or of steps without one, or what capturing took"
+    says, engine = f"this is an estimate{why}; for a promise, ", subject.engine
+    # Graphs are timed by the plugin inside an engine, which launch starts it with.
+    if engine is not None and engine.launch is None:
+        own = f"{subject.derived.spec.model.name} on {subject.environment.device.name}"
+        return f"{says}measure {own} with `capture-planner profile SPEC -o FILE`, and give it as --profile FILE"
     command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
-    return (
-        f"this is an estimate{why}; for a promise, start the engine once with CAPTURE_PLANNER_PROFILE=1 "
-        f"(`{command}`){'' if seen else ' and tune FOLDER'}"
-    )
+    start = f"start the engine once with CAPTURE_PLANNER_PROFILE=1 (`{command}`)"
+    return f"{says}{start}{'' if seen else ' and tune FOLDER'}"
 
 
 @attrs.frozen(kw_only=True)
