@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from operator import attrgetter
@@ -108,7 +108,8 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
             _role([[each.roles[place] for each in team] for team in teams]) for place in range(len(first.roles))
         ),
         decisions=tuple(dict.fromkeys(decision for each in seen for decision in each.decisions)),
-        **_drafts(teams),
+        # Of the workers of a data-parallel rank, one has the tokens.
+        **drafts_of([max(team, key=lambda each: sum(each.drafted)) for team in teams]),
         idle_steps=sum(each.idle_steps for each in speaking),
         notes=tuple(dict.fromkeys(_notes(seen))),
     )
@@ -149,11 +150,10 @@ def _of(items: Sequence[Any], name: str, choose: Callable[..., T]) -> T | None:
     return choose((value for each in items if (value := getattr(each, name)) is not None), default=None)
 
 
-def _drafts(teams: Sequence[Sequence[Observation]]) -> Mapping[str, tuple[int, ...]]:
-    """Return the drafts of all data-parallel ranks: of the workers of each, one has the tokens."""
-    having = [max(team, key=lambda each: sum(each.drafted)) for team in teams]
-    by_rank = {name: map(attrgetter(name), having) for name in ("drafted", "accepted")}
-    return {name: tuple(map(sum, zip_longest(*counts, fillvalue=0))) for name, counts in by_rank.items()}
+def drafts_of(parts: Sequence[Any]) -> dict[str, Any]:
+    """Return ``drafted`` and ``accepted`` of all parts together, by position."""
+    names = ("drafted", "accepted")
+    return {name: tuple(map(sum, zip_longest(*map(attrgetter(name), parts), fillvalue=0))) for name in names}
 
 
 def _role(teams: Sequence[Sequence[ObservedRole]]) -> ObservedRole:

@@ -18,6 +18,7 @@ from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.model import Speculative
 from capture_planner.records.plan import Decision, Digest
 from capture_planner.records.spec import SCHEMA_VERSION, Limits, Lora, Parallel, QueryLength, SchemaVersion
+from capture_planner.records.traffic import accepted_problems
 
 MAX_BATCHES = 512
 """Most batch shapes of one role in an observation; steps of others are only counted."""
@@ -289,13 +290,7 @@ class Observation:
 
     def _problems(self) -> Iterator[Problem]:
         yield from duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
-        if len(self.accepted) != len(self.drafted):
-            yield Problem(
-                path=("accepted",), message=f"{len(self.accepted)} positions, drafted has {len(self.drafted)}"
-            )
-        for place, (held, proposed) in enumerate(zip(self.accepted, self.drafted, strict=False)):
-            if held > proposed:
-                yield Problem(path=("accepted", place), message=f"expected at most {proposed}, as drafted, got {held}")
+        yield from accepted_problems(self.drafted, self.accepted)
 
     def kv_tokens(self, mib: float) -> int | None:
         """Return how many tokens of the KV cache so many MiB of one device would hold; None where that is not known."""

@@ -6,7 +6,7 @@ None, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import attrs
@@ -48,6 +48,15 @@ def _place(count: TrafficCount) -> tuple[int, ...]:
     return list(Role).index(role), kind, *(-1 if number is None else number for number in numbers), count.count
 
 
+def accepted_problems(drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Problem]:
+    """Yield each position where more drafts were accepted than drafted, at its place in ``accepted``."""
+    if len(accepted) != len(drafted):
+        yield Problem(path=("accepted",), message=f"{len(accepted)} positions, drafted has {len(drafted)}")
+    for place, (held, proposed) in enumerate(zip(accepted, drafted, strict=False)):
+        if held > proposed:
+            yield Problem(path=("accepted", place), message=f"expected at most {proposed}, as drafted, got {held}")
+
+
 @record
 class Traffic:
     """The batches that an engine ran, or would have run, over a time."""
@@ -79,6 +88,7 @@ class Traffic:
             # Tokens are stated also where they follow, so that a shape has one form.
             elif reqs is not None and each is not None and reqs * each != tokens:
                 yield Problem(path=path, message=f"{reqs} requests of {each} tokens are not {tokens} tokens")
+        yield from accepted_problems(self.drafted, self.accepted)
 
     @property
     def steps(self) -> int:

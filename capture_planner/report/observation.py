@@ -87,9 +87,8 @@ def _mean_step(observation: Observation) -> str | None:
 def _accepted(observation: Observation) -> Iterator[str]:
     """Yield the share of accepted drafts by position, and the mean length."""
     drafted, accepted = observation.drafted, observation.accepted
-    for position, count in enumerate(drafted):
-        taken = accepted[position] if position < len(accepted) else 0
-        yield f"draft {position + 1}: {taken / count:.1%}" if count else f"draft {position + 1}: none proposed"
+    for number, (count, taken) in enumerate(zip(drafted, accepted, strict=True), 1):
+        yield f"draft {number}: {taken / count:.1%}" if count else f"draft {number}: none proposed"
     # Each request that drafts in a step has a draft at the first position.
     if drafted[0]:
         yield f"{1 + sum(accepted) / drafted[0]:.2f} tokens per request and step"

@@ -66,7 +66,7 @@ def _facts(traffic: Traffic) -> Iterator[tuple[str, str]]:
     if traffic.skipped:
         yield "skipped", f"{counted(traffic.skipped, 'line')} that could not be read"
     if sum(traffic.drafted):
-        shares = zip(traffic.drafted, traffic.accepted, strict=False)
+        shares = zip(traffic.drafted, traffic.accepted, strict=True)
         yield "accepted", ", ".join(f"{taken / count:.1%}" if count else "-" for count, taken in shares)
 
 

@@ -34,6 +34,23 @@ def test_wrong_rows_are_refused_at_their_place(row, message):
 
 
 @pytest.mark.parametrize(
+    ("accepted", "message"),
+    [
+        ("[9, 6]", "accepted[1]: expected at most 5, as drafted, got 6"),
+        ("[9, 5, 1]", "accepted: 3 positions, drafted has 2"),
+        ("[9]", "accepted: 1 positions, drafted has 2"),
+    ],
+)
+def test_more_accepted_than_drafted_is_refused(accepted, message):
+    """By position, at its place: a share above 1 is none."""
+    file = FILE.format("num_reqs: [1], counts: [1]") + f"drafted: [9, 5]\naccepted: {accepted}\n"
+    with pytest.raises(InvalidDocument) as raised:
+        codec.loads(file, Traffic, "a.yaml")
+    assert str(raised.value).startswith("a.yaml:6:")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
     "numbers", [{}, {"num_reqs": 0}, {"num_reqs": 2, "query_len": 4}, {"num_reqs": 2, "query_len": 4, "num_tokens": 9}]
 )
 def test_impossible_batches_cannot_be_made(numbers):

@@ -325,16 +325,17 @@ def test_the_example_of_a_format_is_of_it(line_format):
     assert line_format.find(line_format.example.encode())
 
 
-def test_acceptance_is_read_from_vllm(tmp_path):
-    """Rates by position, and as many drafts at each position."""
+@pytest.mark.parametrize(("rates", "accepted"), [("0.800, 0.500", (80, 50)), ("1.800, 0.500", (100, 50))])
+def test_acceptance_is_read_from_vllm(tmp_path, rates, accepted):
+    """Rates by position, and as many drafts at each position; no rate is above 1, whatever the line says."""
     lines = [
         log_lines.vllm_iteration(0, 1, (0, 0), (12, 36)),
         "SpecDecoding metrics: Mean acceptance length: 2.30, Accepted throughput: 1.00 tokens/s, Drafted throughput: "
-        "2.00 tokens/s, Accepted: 130 tokens, Drafted: 200 tokens, Per-position acceptance rate: 0.800, 0.500, Avg "
+        f"2.00 tokens/s, Accepted: 130 tokens, Drafted: 200 tokens, Per-position acceptance rate: {rates}, Avg "
         "Draft acceptance rate: 65.0%",
     ]
     traffic = read_traffic([file_of(tmp_path, lines)])[0]
-    assert (traffic.drafted, traffic.accepted) == ((100, 100), (80, 50))
+    assert (traffic.drafted, traffic.accepted) == ((100, 100), accepted)
 
 
 def test_log_of_an_engine_that_is_not_installed_says_what_to_install(monkeypatch, tmp_path):

@@ -56,6 +56,14 @@ def test_prometheus_histograms_are_read_with_their_warning(tmp_path):
     assert "2 steps above the last bucket are not counted" in text
 
 
+def test_a_scrape_between_two_counters_accepts_no_more_than_was_drafted(tmp_path):
+    """Counters are read one by one while the engine counts on."""
+    path = tmp_path / "metrics"
+    path.write_text(PROMETHEUS.replace("80.0", "103.0"))
+    traffic = read_traffic([str(path)])[0]
+    assert (traffic.drafted, traffic.accepted) == ((100, 100), (100, 50))
+
+
 @pytest.mark.parametrize("odd", ["NaN", "1e999", "-Inf", "1e300", "0x10", "9" * 5000, ""])
 @pytest.mark.parametrize("at", ['"8.0"', '"0"', " 7.0", " 12.0"])
 def test_an_odd_value_of_a_metric_costs_its_line_alone(tmp_path, at, odd):

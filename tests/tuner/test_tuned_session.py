@@ -330,18 +330,16 @@ def test_options_of_measured_sizes_are_kept(tmp_path: Path) -> None:
 def test_accepted_drafts_are_those_that_the_deployment_makes(
     counts: list[tuple[int, int]], most: int, shares: tuple[float, ...]
 ) -> None:
-    """By request and step: positions beyond its own count nothing, and none counts more than once."""
+    """By request and step: positions beyond its own count nothing."""
     drafted = tuple(sorted((each for each, _ in counts), reverse=True))
-    accepted = tuple(each for _, each in counts)
+    accepted = tuple(min(made, each) for made, (_, each) in zip(drafted, counts, strict=True))
     batch = TrafficCount(role=Role.TARGET, num_reqs=1, num_tokens=1, count=1)
     load = Traffic(sources=("x",), batches=(batch,), drafted=drafted, accepted=accepted)
     drafter = Speculative(method=Method.EAGLE3, num_tokens=most, acceptance=shares[:most])
     assert accepted_of(load, None) is None
     found = accepted_of(load, drafter)
     if drafted and drafted[0]:
-        assert found == pytest.approx(
-            sum(min(drafted[i], accepted[i]) for i in range(min(most, len(counts)))) / drafted[0]
-        )
+        assert found == pytest.approx(sum(accepted[:most]) / drafted[0])
         assert 0 <= found <= most
     else:
         assert found == (sum(shares[:most]) if shares else None)

@@ -30,7 +30,7 @@ from capture_planner.measuring.traffic.source import (
     SourceOptions,
     TrafficSource,
 )
-from capture_planner.measuring.workers import read_workers, speaker
+from capture_planner.measuring.workers import drafts_of, read_workers, speaker
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped
 from capture_planner.records.observation import Observation
@@ -111,8 +111,7 @@ def read_sources(
         batches=batches,
         lines=None if all(counts.lines is None for _, counts in read) else sum(lines),
         skipped=sum(counts.skipped for _, counts in read),
-        drafted=_positions(counts.drafted for _, counts in read),
-        accepted=_positions(counts.accepted for _, counts in read),
+        **drafts_of([counts for _, counts in read]),
         # One source may have the prompts that another lacks, so this is said of the sum.
         notes=tuple(dict.fromkeys([*(note for note in notes if note != NO_PROMPTS), *_unknown(batches)])),
     )
@@ -288,10 +287,6 @@ def _completed(batch: TrafficCount, options: SourceOptions) -> TrafficCount:
     if batch.num_reqs is None and batch.num_tokens is not None and batch.num_tokens % each == 0:
         return attrs.evolve(batch, num_reqs=batch.num_tokens // each, query_len=each)
     return batch
-
-
-def _positions(listed: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, itertools.zip_longest(*listed, fillvalue=0)))
 
 
 def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:

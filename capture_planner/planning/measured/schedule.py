@@ -293,9 +293,9 @@ def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tu
     """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from."""
     if speculative.acceptance:
         return speculative.acceptance[: speculative.num_tokens], "as the spec gives it"
-    counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=False)
+    counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=True)
     # Positions behind one that was never drafted have no share.
-    known = [min(accepted / drafted, 1.0) for drafted, accepted in takewhile(lambda pair: pair[0], counts)]
+    known = [accepted / drafted for drafted, accepted in takewhile(lambda pair: pair[0], counts)]
     if len(known) < speculative.num_tokens:
         has = counted(len(known), "position") if known else "no position"
         message = f"acceptance is known for {has}, and num_tokens is {speculative.num_tokens}"

@@ -20,6 +20,7 @@ from capture_planner.records.observation import (
 from capture_planner.testing.strategies.plans import entries
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import composite, counts, list_of, maybe, one_of, record_of, records
+from support.strategies.traffic import drafts_by_position
 
 
 @functools.cache
@@ -94,12 +95,10 @@ def observations(draw: DrawFn) -> Observation:
     """Return valid observations, however unlikely: answers that overlap, counts of batches never admitted."""
     spec = draw(specs(max_reqs=64))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
-    drafted = draw(st.lists(st.integers(0, 1 << 40), max_size=5))
     return record_of(
         draw,
         Observation,
-        drafted=tuple(drafted),
-        accepted=tuple(draw(st.integers(0, proposed)) for proposed in drafted),
+        **draw(drafts_by_position()),
         limits=spec.limits,
         speculative=spec.speculative,
         lora=spec.lora,

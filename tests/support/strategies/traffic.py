@@ -29,4 +29,11 @@ def _traffic_counts(draw: DrawFn) -> TrafficCount:
 def traffics(draw: DrawFn) -> Traffic:
     """Return valid traffic, however unlikely; shapes are in it once."""
     listed = draw(list_of(_traffic_counts(), max_size=12, unique_by=lambda count: count.shape))
-    return record_of(draw, Traffic, batches=tuple(listed))
+    return record_of(draw, Traffic, batches=tuple(listed), **draw(drafts_by_position()))
+
+
+@composite
+def drafts_by_position(draw: DrawFn) -> dict[str, tuple[int, ...]]:
+    """Return ``drafted`` and ``accepted``, as records of traffic have them."""
+    drafted = draw(st.lists(st.integers(0, 1 << 40), max_size=5))
+    return {"drafted": tuple(drafted), "accepted": tuple(draw(st.integers(0, proposed)) for proposed in drafted)}

@@ -358,8 +358,7 @@ def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | No
         return None
     # What was measured on the load wins over what the spec expects. Later positions are not drafted in every step.
     if any(traffic.drafted[:1]):
-        counts = list(zip(traffic.drafted, traffic.accepted, strict=False))[: speculative.num_tokens]
-        return sum(min(pair) for pair in counts) / traffic.drafted[0]
+        return sum(traffic.accepted[: speculative.num_tokens]) / traffic.drafted[0]
     return sum(speculative.acceptance[: speculative.num_tokens]) if speculative.acceptance else None
 
 

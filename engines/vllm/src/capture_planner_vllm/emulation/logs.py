@@ -142,7 +142,7 @@ def _count_acceptance(shapes: Counter[Shape], options: SourceOptions) -> SourceC
         each = int(tokens) / len(rates) * times
         for position, rate in enumerate(rates):
             drafted[position] += round(each)
-            accepted[position] += round(each * rate)
+            accepted[position] += round(each * min(rate, 1.0))
     note = "accepted drafts by position are from vLLM's rounded rates, and taken as equally many at each position"
     return SourceCounts(
         batches=(),
@@ -232,7 +232,8 @@ def _drafts(samples: Samples) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for position, value in _positions(samples):
         accepted[position] += round(value)
     most = max(accepted, default=-1) + 1
-    return (drafts,) * most, tuple(accepted[position] for position in range(most))
+    # Counters are read one by one while vLLM counts on.
+    return (drafts,) * most, tuple(min(accepted[position], drafts) for position in range(most))
 
 
 def _positions(samples: Samples) -> Iterator[tuple[int, float]]:
