@@ -60,14 +60,15 @@ def read_workers(folder: str | Path) -> Observation:
     return as_one(named)
 
 
-def _head(path: Path) -> tuple[str, int, str, Path]:
-    """Return what tells the latest of many files without parsing them: its start, its last change, and its model."""
+def _head(path: Path) -> tuple[bool, str, int, str, Path]:
+    """Return what tells the latest file without parsing any: whether it is damaged, its start, change, and model."""
     text = ""
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(4096)
+    started, model = head.groups() if (head := _HEAD.search(text)) else ("", "")
     # Without a start, what a worker wrote is damaged: taken for the latest, it is an error.
-    started, model = match.groups() if (match := _HEAD.search(text)) else ("~" * bool(_PLACE.fullmatch(path.name)), "")
-    return started, path.stat().st_mtime_ns, model, path
+    is_damaged = head is None and _PLACE.fullmatch(path.name) is not None
+    return is_damaged, started, path.stat().st_mtime_ns, model, path
 
 
 def _differs(file: str | Path, text: str, name: str | Path) -> Problem:
