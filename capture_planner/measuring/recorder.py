@@ -12,7 +12,7 @@ import os
 import statistics
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from operator import index
@@ -103,8 +103,7 @@ class Recorder(StepSink):
         self._timed: deque[TimedShape] = deque()
         self._apart: deque[tuple[Outcome, float]] = deque()
         self._tallies: Tallies = {}
-        self._samples: Counter[Shape] = Counter()  # timed steps, and the milliseconds of the latest
-        self._latest: defaultdict[Shape, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
+        self._times: dict[Shape, tuple[int, deque[float]]] = {}  # timed steps, and the milliseconds of the latest
         self._intervals = Intervals()
         self._stalls: Counter[Role] = Counter()
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # steps without a shape, by role and graph
@@ -203,7 +202,7 @@ class Recorder(StepSink):
         listed = sorted(coarse.items(), key=lambda each: -each[1].steps)
         with self._lock:
             # Times are kept by shape, whichever graph served it.
-            samples = [(self._samples[each[:6]], tuple(self._latest.get(each[:6], ()))) for each, _ in listed]
+            samples = [(n, tuple(latest)) for n, latest in (self._times.get(each[:6], (0, ())) for each, _ in listed)]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -295,8 +294,9 @@ class Recorder(StepSink):
         for outcome, steps in Counter(_drained(self._queue)).items():
             self._add(outcome, ShapeTally(steps))
         for timed in _drained(self._timed):
-            self._samples[timed[:6]] += 1
-            self._latest[timed[:6]].append(timed[6])
+            times, latest = self._times.get(timed[:6]) or (0, deque(maxlen=MAX_SAMPLES))
+            latest.append(timed[6])
+            self._times[timed[:6]] = times + 1, latest
         for each in _drained(self._apart):
             self._intervals.add(*each)
         _judge(self._intervals.taken(), self._tallies, self._stalls)
@@ -307,8 +307,8 @@ class Recorder(StepSink):
             for outcome, tally in lost.items():
                 self._forgotten[outcome[0], outcome[6]] += tally.steps
             # No batch is left that has these times.
-            for shape in self._latest.keys() - {outcome[:6] for outcome in self._tallies}:
-                del self._samples[shape], self._latest[shape]
+            for shape in self._times.keys() - {outcome[:6] for outcome in self._tallies}:
+                del self._times[shape]
 
     def _add(self, outcome: Outcome, tally: ShapeTally) -> None:
         self._tallies[outcome] = self._tallies.get(outcome, ShapeTally()) + tally
