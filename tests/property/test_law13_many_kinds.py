@@ -74,7 +74,7 @@ def searched(spec: Spec, measurements: Measurements) -> searching._WaivedSets:
         role.choose_ladders()
     ladders = [ladder for role in roles for ladder in role.ladders]
     costs = Costs(measurements.profile)
-    demand = Demand(steps_of(measurements.traffic, spec), spec, ladders)
+    demand = Demand(steps_of(measurements.traffic, spec), spec, ladders, "mean")
     teams = [demand.team(tuple(ladders[index] for index in team)) for team in _teams(ladders)]
     return searching._WaivedSets(teams, BudgetBounds(spec, roles, costs), costs, searching.Aim(), {})
 

@@ -51,13 +51,12 @@ class Problem:
         self.teams = [team for team in self.teams if team]
         self.steps = steps_of(inputs.measurements.traffic, self.spec)
         alive = [ladder for ladder in ladders if ladder.domain]
-        by_request = self.spec.sizes.objective == "token"
-        self.demand, self.alive = Demand(self.steps, self.spec, alive, by_request=by_request), alive
+        objective = self.spec.sizes.objective or "mean"
+        self.demand, self.alive = Demand(self.steps, self.spec, alive, objective), alive
         self.weights = [
             self.demand.team((next(each for each in alive if each.reduced == team[0]), *team[1:])).weights
             for team in self.teams
         ]
-        objective = self.spec.sizes.objective or "mean"
         self.tail: Batch | None = None
         if objective.startswith("p"):
             chains = {ladder.draft_steps for ladder in alive}
@@ -67,9 +66,9 @@ class Problem:
 
     def all_passes(self) -> Iterator[tuple[Batch, int, int]]:
         """Each pass of the steps, how often it runs, and what those steps weigh."""
-        for step, count in self.steps.counts.items():
+        for step, weight in self.demand.weights.items():
             for batch, repeats in passes_of(step, self.spec):
-                yield batch, repeats, self.demand.weight(step, count)
+                yield batch, repeats, weight
 
     def choose(self) -> MeasuredSizes:
         return choose(self.spec, self.roles, self.measurements)

@@ -6,7 +6,7 @@ of all teams that costs least, and what is said of it is read off that table.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import attrs
@@ -106,7 +106,7 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
     active = [ladder for ladder in ladders if ladder.domain]
     prices = Prices(costs, spec, {working.role: working.mode for working in roles})
     objective, tail, chains = spec.sizes.objective or "mean", None, {ladder.draft_steps for ladder in active}
-    demand = Demand(steps, spec, active, by_request=objective == "token")
+    demand = Demand(steps, spec, active, objective)
     if objective.startswith("p"):
         # Which step it is depends on the sizes; it is taken to be the same one as with every size.
         tail = steps.percentile(
@@ -118,7 +118,7 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
     bounds, aim = BudgetBounds(spec, roles, costs), aim_of(spec, measurements.profile)
     table = table_within(bounds, costs, ladders, fitted, aim, measurements.today)
     if tail is None:
-        expected, said = _expected(spec, table, demand, steps, prices, chains), tuple[str, ...]()
+        expected, said = _expected(spec, table, demand, prices), tuple[str, ...]()
     else:
         answer, modes = LadderAnswers(table.ladders, spec), prices.modes
         expected = judge(answer, Steps({tail: 1}), costs, spec, modes).mean_step_ms
@@ -165,9 +165,7 @@ def aim_of(spec: Spec, profile: Profile) -> Aim:
     return Aim(limits=limits, base=round(profile.base_overhead * NANO))
 
 
-def _expected(
-    spec: Spec, table: BudgetedTable, demand: Demand, steps: Steps, prices: Prices, chains: Container[int | None]
-) -> float:
+def _expected(spec: Spec, table: BudgetedTable, demand: Demand, prices: Prices) -> float:
     """Return the value of a mean, by step or by request, in milliseconds; of the objective regret the worst ratio."""
     if spec.sizes.objective == "regret":
         return float(table.table.worst)
@@ -176,9 +174,9 @@ def _expected(
     apart = 0.0
     for each, repeats, count in demand.unserved:
         apart += (prices.of(each, None, repeats) - prices.experts(each, repeats)) * count
-    for batch, count in steps.counts.items():
+    for batch, weight in demand.weights.items():
         rest = prices.step(batch, ()) + sum(prices.experts(*each) for each in passes_of(batch, spec))
-        apart += rest * demand.weight(batch, count)
+        apart += rest * weight
     return table.table.value / (NANO * SCALE) + apart / demand.total
 
 

@@ -73,6 +73,11 @@ class Steps:
         return percentile(sorted(self.counts.items(), key=lambda item: time(item[0])), percent)
 
 
+def weights_of(steps: Mapping[Batch, int], objective: str) -> dict[Batch, int]:
+    """Return what the steps of each batch weigh: of the objective token their requests, all of which wait for them."""
+    return {batch: count * (batch.num_reqs if objective == "token" else 1) for batch, count in steps.items()}
+
+
 def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
     """Return the target's steps of a traffic, as far as the deployment's limits admit them.
 

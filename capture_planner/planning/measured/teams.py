@@ -22,7 +22,7 @@ import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs, Curve
-from capture_planner.planning.measured.steps import Steps, passes_of
+from capture_planner.planning.measured.steps import Steps, passes_of, weights_of
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.program import TAIL, LadderProblem, Value
 from capture_planner.records.batch import Batch, Kind
@@ -82,12 +82,11 @@ class Team:
 class Demand:
     """The passes of a traffic by ladder."""
 
-    def __init__(
-        self, steps: Steps, deployment: Deployment, ladders: Sequence[Ladder], *, by_request: bool = False
-    ) -> None:
-        """Count passes; ``by_request``: a step weighs as much as it has requests, which wait for it."""
-        self._by_request = by_request
-        self.total = sum(self.weight(batch, count) for batch, count in steps.counts.items())
+    def __init__(self, steps: Steps, deployment: Deployment, ladders: Sequence[Ladder], objective: str) -> None:
+        """Count passes; ``objective`` says what a step weighs."""
+        self.weights = weights_of(steps.counts, objective)
+        """Weight of the steps of each batch."""
+        self.total = sum(self.weights.values())
         """Weight of all steps."""
         self.unserved: list[tuple[Batch, int, int]] = []
         """Passes that no ladder serves: the batch, how often it runs in a step, and what those steps weigh."""
@@ -98,17 +97,13 @@ class Demand:
         """Passes of the traffic by the ladder that serves them."""
         self._tail: dict[Ladder, Counter[int]] = {ladder: Counter() for ladder in ladders}
         for batch, count in steps.counts.items():
-            weight = self.weight(batch, count)
+            weight = self.weights[batch]
             for each, passes, ladder in self._served(batch):
                 if ladder is None:
                     self.unserved.append((each, passes, weight))
                 else:
                     self._observed[ladder][each.extent(ladder.kind)] += weight * passes
                     self.passes[ladder] += count * passes
-
-    def weight(self, batch: Batch, count: int) -> int:
-        """Return what ``count`` steps of a batch weigh."""
-        return count * (batch.num_reqs if self._by_request else 1)
 
     def add_tail(self, batch: Batch) -> None:
         """Let the passes of a batch weigh more than all others together."""

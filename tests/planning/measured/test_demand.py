@@ -114,7 +114,7 @@ def test_each_pass_counts_at_its_own_decodes_or_at_mixed_batches(
     spec, ladders = drawn
     counts = data.draw(st.dictionaries(batches(spec), st.integers(1, 9), max_size=4))
     tail = data.draw(st.none() | batches(spec))
-    demand = Demand(Steps(counts), spec, ladders, by_request=by_request)
+    demand = Demand(Steps(counts), spec, ladders, "token" if by_request else "mean")
     weights_of = {batch: count * (batch.num_reqs if by_request else 1) for batch, count in counts.items()}
     passes: Counter[Ladder] = Counter()
     if tail is not None:

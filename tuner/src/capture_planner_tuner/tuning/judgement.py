@@ -20,7 +20,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.measuring.fits import predict_graphs
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, Steps, passes_of
+from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, Steps, passes_of, weights_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import DecodeFamily, kind_of
@@ -129,7 +129,7 @@ def judged(
             run[role] += count
             eager[role] += count * (entry is None)
     # Weighted by requests: a gap between two outputs is felt by every request of the step.
-    slow = _at(pricing, {batch: count * batch.num_reqs for batch, count in steps.items()}, 99)
+    slow = _at(pricing, weights_of(steps, "token"), 99)
     mean, gap = spent / sum(steps.values()), waited / requests
     values = {"mean": mean, "token": gap, "regret": 1 + worst}
     return SideFigures(
@@ -255,8 +255,7 @@ class _Gain:
     @classmethod
     def over(cls, today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], objective: str) -> _Gain:
         before = saved = total = 0.0
-        for batch, count in steps.items():
-            weight = count * (batch.num_reqs if objective == "token" else 1)
+        for batch, weight in weights_of(steps, objective).items():
             own = today.step(batch).milliseconds
             before += own * weight
             saved += (own - proposed.step(batch).milliseconds) * weight
@@ -301,8 +300,7 @@ def _measuring(
     spent: Counter[CostClass] = Counter()
     ran: Counter[tuple[GraphMode, int | None]] = Counter()
     different = total = 0.0
-    for batch, count in steps.items():
-        weight = count * (batch.num_reqs if objective == "token" else 1)
+    for batch, weight in weights_of(steps, objective).items():
         total += weight
         before, after = today.step(batch), proposed.step(batch)
         # An error of a class is in both sides, and cancels out.
