@@ -118,21 +118,22 @@ class BudgetBounds:
         return sum(self.pools((each, each.sizes[-1]) for each in ladders if each.sizes).values())
 
     def hold(self, ladders: Sequence[Ladder]) -> bool:
-        """Say whether ladders are within every bound."""
-        return all(
-            sum(bound.taken(each) for each in ladders if each.sizes) + bound.is_memory * self._pools_of(ladders)
-            <= bound.limit
+        """Say whether ladders are within every bound: without graphs they are, whatever capturing takes once."""
+        graphs = [each for each in ladders if each.sizes]
+        return not graphs or all(
+            sum(map(bound.taken, graphs)) + bound.is_memory * self._pools_of(graphs) <= bound.limit
             for bound in self.all
         )
 
     def memory(self, ladders: Sequence[Ladder]) -> int:
-        """Return the bytes of all graphs, and of their pools."""
+        """Return the bytes of all graphs, and of their pools; without graphs none."""
         graphs = sum(self._memory(ladder) * ladder.num_graphs for ladder in ladders)
-        return graphs + self._pools_of(ladders) + self._base(ladders)
+        return graphs + self._pools_of(ladders) + self._base(ladder for ladder in ladders if ladder.sizes)
 
     def micros(self, ladders: Sequence[Ladder]) -> int:
-        """Return the microseconds that capturing takes."""
-        return sum(map(self._micros, ladders)) + round(self._costs.profile.base_seconds * MICRO)
+        """Return the microseconds that capturing takes; without graphs none."""
+        base = round(self._costs.profile.base_seconds * MICRO) * any(ladder.sizes for ladder in ladders)
+        return sum(map(self._micros, ladders)) + base
 
     def _micros(self, ladder: Ladder) -> int:
         """Return the microseconds of a ladder's graphs, each by its own size."""
@@ -143,9 +144,9 @@ class BudgetBounds:
         return math.ceil(round(cost.seconds * MICRO) + cost.seconds_per_token * MICRO * size * ladder.unit)
 
     def _base(self, ladders: Iterable[Ladder]) -> int:
-        """Return the bytes that capturing takes once in each pool."""
-        pools = len({ladder.role for ladder in ladders if ladder.domain}) if self._pool is Pool.PER_ROLE else 1
-        return pools * _in_bytes(self._costs.profile.base_mib)
+        """Return the bytes that capturing takes once in each pool of these ladders."""
+        pools = {ladder.role if self._pool is Pool.PER_ROLE else None for ladder in ladders}
+        return len(pools) * _in_bytes(self._costs.profile.base_mib)
 
     def _measured(self, ladders: Sequence[Ladder]) -> Iterator[GraphBound]:
         budget = self._spec.budget
@@ -162,7 +163,7 @@ class BudgetBounds:
                 exact=self._micros,
             )
         if budget.memory is not None:
-            own = self._base(ladders)
+            own = self._base(ladder for ladder in ladders if ladder.domain)
             yield GraphBound(
                 limit=budget.memory - own,
                 path=("budget", "memory"),

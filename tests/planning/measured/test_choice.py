@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from capture_planner import codec, load_backends
 from capture_planner.codec.shipped import shipped_profiles
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.measuring.fits import predict
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Refresh, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.choice import _about_tail, _gaining, _priced, _teams
@@ -175,6 +176,26 @@ def test_shipped_profiles_keep_full_decodes_and_a_bound_at_any_load(name: str, d
         ratios = [(own + apart) / (every + apart) for own, every in teams if every]
         worst = max(worst, *ratios)
     assert (worst <= 1.15 * (1 + 1e-9)) != bool(said)
+
+
+@pytest.mark.parametrize("budget", [Budget(seconds=2.0), Budget(memory=10 << 20)])
+def test_without_a_graph_nothing_is_captured(budget: Budget) -> None:
+    """What capturing takes once is above the budget, so no graph is within it, and the engine does not begin."""
+    spec = Spec(
+        model=tuning.MODEL,
+        limits=Limits(max_num_reqs=16, max_num_tokens=64),
+        mode=GraphMode.FULL_DECODE_ONLY,
+        backend="flash_attention",
+        sizes=Sizes(policy=Policy.MEASURED),
+        budget=budget,
+    )
+    costs = replace(tuning.profile(), base_mib=20.0, base_seconds=3.0)
+    environment = Environment(name="h200", device=tuning.DEVICE)
+    made = plan(spec, environment, load_backends(), Measurements(traffic=decodes({8: 6000}, 1), profile=costs))
+    assert made.forecast is not None
+    assert made.num_graphs == made.forecast.mib == made.forecast.seconds == 0
+    expected = predict(costs, made)
+    assert (expected.memory_mib, expected.seconds) == (0, 0)
 
 
 @pytest.mark.parametrize("graphs", [2, 3, 4])
