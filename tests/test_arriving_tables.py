@@ -198,7 +198,8 @@ def test_turns_show_what_is_no_noise(capsys: pytest.CaptureFixture[str], tmp_pat
     assert met == {"a": True, "b": False, "all loads": True}
     rounds.show("8b-3", result)
     assert "+-" in capsys.readouterr().out
-    file = {"provenance": {"date": "2026-01-01"}, "results": {"8b-3": {**result, "shape": "8b", "k": 3, "layers": 36}}, "targets": {}}
+    named = {**result, "shape": "8b", "k": 3, "layers": 36}
+    file = {"provenance": {"date": "2026-01-01"}, "results": {"8b-3": named}, "targets": {}}
     (tmp_path / "vllm_turns-2026-01-01.json").write_text(json.dumps(file))
     line = arriving_tables.turns(tmp_path).splitlines()[-1]
     found = result["turns"]["all_loads"]

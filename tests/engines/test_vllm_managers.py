@@ -233,6 +233,21 @@ def test_drafter_is_asked_with_the_targets_padding() -> None:
 
 
 @given(SEEDS)
+def test_drafters_capture_nothing_where_the_target_does_not(seed: int) -> None:
+    """GPUModelRunner.capture_model asks the target alone; sizes below 1 + K are no full decode, and are a draft's."""
+    found = cases.case(2, seed).configuration
+    drafts = {"num_speculative_tokens": 3, "drafter": "chain", "draft_query_len": 0, "schedule": None, "varlen": False}
+    sizes = {"mode": GraphMode.FULL_DECODE_ONLY, "sizes": (1,), "max_size": 1}
+    target, *drafters = managers(attrs.evolve(found, runner="v2", **sizes, **drafts).settings)  # type: ignore[arg-type]
+    assert not target.graphs
+    assert len(drafters) == 2
+    for manager in drafters:
+        assert not manager.graphs
+        answer = manager.dispatch(Batch(role=manager.role, num_reqs=1, num_tokens=1, query_len=1))
+        assert answer.mode is GraphMode.NONE
+
+
+@given(SEEDS)
 def test_drafter_managers_capture_the_schedules_chains(seed: int) -> None:
     """Draft decodes are never piecewise; chains are those of the schedule, each at every size."""
     found = cases.case(2, seed).configuration

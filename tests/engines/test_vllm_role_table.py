@@ -50,6 +50,20 @@ def test_bounded_mixed_batches_leave_larger_graphs_out():
     assert [decision.rule for decision in table.decisions] == ["engine-recurrent-state"]
 
 
+@pytest.mark.parametrize("role", [Role.DRAFT_PREFILL, Role.DRAFT_DECODE])
+def test_drafters_capture_nothing_where_the_target_does_not(role):
+    """VLLM's model runner asks the target alone whether there is something to capture."""
+    bare = replace(PLAN.role(Role.TARGET), mode=GraphMode.NONE, entries=(), waivers=())
+    plan = replace(PLAN, roles=(bare, *(each for each in PLAN.roles if each.role is not Role.TARGET)))
+    planned = plan.role(role)
+    table = role_table(plan, facts(role=role, mode=planned.mode))
+    assert planned.entries
+    assert not table.entries
+    assert not table.candidates
+    assert [decision.rule for decision in table.decisions] == ["engine-bare-target"]
+    assert role_table(PLAN, facts(role=role, mode=planned.mode)).entries
+
+
 def test_full_draft_prefills_need_the_shape_of_the_target():
     """They run on its attention metadata; piecewise ones only need room, as attention is outside."""
     full = Entry(mode=GraphMode.FULL, num_tokens=16, num_reqs=4, query_len=4)

@@ -193,8 +193,11 @@ class _V2:
         self.log.clear()
         logged: dict[int, list[Any]] = {}
         prefill, decode = drafter.prefill_cudagraph_manager, drafter.decode_cudagraph_manager
-        drafter.capture()
-        split = sum(len(descs) for descs in prefill._capture_descs.values())
+        # GPUModelRunner.capture_model asks the target alone whether there is something to capture.
+        captures = self.target.needs_capture()
+        if captures:
+            drafter.capture()
+        split = sum(len(descs) for descs in prefill._capture_descs.values()) if captures else 0
         logged[0], logged[1] = self.log[:split], self.log[split:]
         self.graphs["draft_prefill"] = [self._graph(desc, None) for desc in logged[0]]
         self.chains = {
@@ -229,7 +232,7 @@ class _V2:
     def _capture_base(self, manager: Any) -> list[list[Any]]:
         """Capture by the manager's own order, without the drafter's inputs."""
         self.log.clear()
-        if manager.needs_capture():
+        if self.target.needs_capture() and manager.needs_capture():
             self.table.CudaGraphManager.capture(manager, lambda desc, warmup: lambda mode: None)
         return [self._graph(desc, None) for desc in self.log]
 

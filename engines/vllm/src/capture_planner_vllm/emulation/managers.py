@@ -16,12 +16,14 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
         return _legacy(settings)
     most, lookup = settings.num_speculative_tokens, settings.drafted
 
-    def table(role: Role, mode: GraphMode, query_len: int) -> TableManager:
-        is_target = role is Role.TARGET
+    def table(role: Role, mode: GraphMode, query_len: int, target: TableManager | None = None) -> TableManager:
+        is_target = target is None
+        # GPUModelRunner.capture_model asks the target alone whether there is something to capture.
+        captures = target is None or target.graphs
         return TableManager(
             role=role,
             mode=mode,
-            sizes=settings.sizes,
+            sizes=settings.sizes if captures else (),
             max_size=settings.max_size,
             max_num_reqs=settings.max_num_seqs,
             query_len=query_len,
@@ -35,14 +37,14 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
     target = table(Role.TARGET, settings.mode, settings.query_len)
     result: list[Manager] = [target]
     if settings.draft_prefill_mode is not None and not settings.draft_query_len:
-        prefill = table(Role.DRAFT_PREFILL, settings.draft_prefill_mode, settings.query_len)
+        prefill = table(Role.DRAFT_PREFILL, settings.draft_prefill_mode, settings.query_len, target)
         result.append(DraftPrefill(table=prefill, target=target))
     if settings.draft_decode_mode is not None and settings.draft_query_len:
-        whole = table(Role.DRAFT_DECODE, settings.draft_decode_mode, settings.draft_query_len)
+        whole = table(Role.DRAFT_DECODE, settings.draft_decode_mode, settings.draft_query_len, target)
         result.append(DraftDecode(table=whole, draft_tokens=lookup, least=1))
     elif settings.draft_decode_mode is not None and most > 1:
         # With K = 1 no position follows the first, and the engine captures nothing for one.
-        decode = table(Role.DRAFT_DECODE, settings.draft_decode_mode, 1)
+        decode = table(Role.DRAFT_DECODE, settings.draft_decode_mode, 1, target)
         # K below 2 has no chain, and vLLM captures the longest first (SpeculatorCudaGraphManager.capture).
         lengths = tuple(sorted({k - 1 for k in lookup if k > 1}, reverse=True))
         chains = lengths if settings.draft_fused else None

@@ -70,8 +70,11 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     usable = []
     shapes = _target_shapes(plan, facts)
     cases_of = _cases_by_shape(planned.entries)
+    # GPUModelRunner.capture_model asks the target alone whether there is something to capture (0.33).
+    bare = Role.TARGET in plan.planned and not plan.role(Role.TARGET).entries
     for entry in planned.entries:
-        rule = _obstacle(entry, facts, shapes) or _ranks_obstacle(entry, facts, cases_of)
+        rule = "engine-bare-target" if bare else _obstacle(entry, facts, shapes)
+        rule = rule or _ranks_obstacle(entry, facts, cases_of)
         if rule is None:
             usable.append(entry)
         else:
@@ -237,6 +240,11 @@ def _ranks_obstacle(
 def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequence[Entry]) -> Decision:
     before, after, why = {
         "engine-mode": (planned.mode.value, facts.mode.value, _mode_reason(facts)),
+        "engine-bare-target": (
+            planned.mode.value,
+            GraphMode.NONE.value,
+            "vLLM captures those of a drafter only where the target has graphs",
+        ),
         "engine-limits": (
             str(max(entry.num_tokens for entry in entries)),
             str(facts.max_num_tokens),
