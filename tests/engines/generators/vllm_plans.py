@@ -56,6 +56,7 @@ def runnable(plan: Plan) -> Plan:
 
     It has no buffers beyond its limits, where sequence parallelism aligns graphs; and a draft prefill runs on the
     target's attention metadata, so that its full graphs are of shapes that the target has for all of its adapter cases.
+    Where the target has no graph, a drafter has none.
     """
     limits, target = plan.limits, plan.role(Role.TARGET).entries
     cases = tuple(sorted({entry.active_loras for entry in target}))
@@ -71,8 +72,10 @@ def runnable(plan: Plan) -> Plan:
         has_shape = (entry.num_tokens, entry.num_reqs, entry.query_len) in full
         return role is not Role.DRAFT_PREFILL or entry.mode is not GraphMode.FULL or has_shape
 
+    captures = any(runs(entry, Role.TARGET) for entry in target)
     roles = (
-        replace(role, entries=tuple(entry for entry in role.entries if runs(entry, role.role))) for role in plan.roles
+        replace(role, entries=tuple(entry for entry in role.entries if captures and runs(entry, role.role)))
+        for role in plan.roles
     )
     return replace(plan, roles=tuple(roles))
 

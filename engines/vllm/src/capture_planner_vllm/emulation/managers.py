@@ -18,12 +18,11 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
 
     def table(role: Role, mode: GraphMode, query_len: int, target: TableManager | None = None) -> TableManager:
         is_target = target is None
-        # GPUModelRunner.capture_model asks the target alone whether there is something to capture.
-        captures = target is None or target.graphs
         return TableManager(
             role=role,
             mode=mode,
-            sizes=settings.sizes if captures else (),
+            # GPUModelRunner.capture_model asks the target alone whether there is something to capture.
+            sizes=settings.sizes if target is None or target.graphs else (),
             max_size=settings.max_size,
             max_num_reqs=settings.max_num_seqs,
             query_len=query_len,
@@ -69,5 +68,4 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
         )
 
     modes = (settings.mode, settings.draft_prefill_mode, settings.draft_decode_mode)
-    roles = (Role.TARGET, Role.DRAFT_PREFILL, Role.DRAFT_DECODE)
-    return tuple(manager(role, mode) for role, mode in zip(roles, modes, strict=True) if mode is not None)
+    return tuple(manager(role, mode) for role, mode in zip(Role, modes, strict=True) if mode is not None)

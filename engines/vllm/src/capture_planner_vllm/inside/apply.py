@@ -68,10 +68,11 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     planned = plan.role(facts.role)
     left: dict[str, list[Entry]] = {}
     usable = []
-    shapes = _target_shapes(plan, facts)
+    of_target = _of_target(plan, facts)
+    shapes = _full_shapes(plan, of_target)
     cases_of = _cases_by_shape(planned.entries)
     # GPUModelRunner.capture_model asks the target alone whether there is something to capture (0.33).
-    bare = Role.TARGET in plan.planned and not plan.role(Role.TARGET).entries
+    bare = facts.role.is_drafter and Role.TARGET in plan.planned and not of_target
     for entry in planned.entries:
         rule = "engine-bare-target" if bare else _obstacle(entry, facts, shapes)
         rule = rule or _ranks_obstacle(entry, facts, cases_of)
@@ -172,16 +173,27 @@ def _is_exact(entry: Entry, facts: ManagerFacts) -> bool:
     return facts.role is Role.DRAFT_PREFILL and entry.mode is GraphMode.FULL
 
 
-def _target_shapes(plan: Plan, facts: ManagerFacts) -> frozenset[Shape]:
-    """Return the shapes at which the target has a full graph for every adapter case; needed for draft prefills."""
-    if facts.role is not Role.DRAFT_PREFILL or Role.TARGET not in plan.planned:
-        return frozenset()
-    entries = plan.role(Role.TARGET).entries
-    cases = tuple(sorted({entry.active_loras for entry in entries}))
+def _of_target(plan: Plan, facts: ManagerFacts) -> tuple[Entry, ...]:
+    """Return the target's entries that are within vLLM's limits, and that its ranks pad alike."""
+    entries = plan.role(Role.TARGET).entries if Role.TARGET in plan.planned else ()
     cases_of = _cases_by_shape(entries)
+    return tuple(
+        entry for entry in entries if not _exceeds(entry, facts) and _ranks_obstacle(entry, facts, cases_of) is None
+    )
+
+
+def _exceeds(entry: Entry, facts: ManagerFacts) -> bool:
+    return entry.num_tokens > facts.max_num_tokens or (entry.num_reqs or 0) > facts.max_num_reqs
+
+
+def _full_shapes(plan: Plan, of_target: Sequence[Entry]) -> frozenset[Shape]:
+    """Return the shapes at which the target has a full graph for every adapter case; needed for draft prefills."""
+    if not of_target:
+        return frozenset()
+    cases = tuple(sorted({entry.active_loras for entry in plan.role(Role.TARGET).entries}))
     found: dict[Shape, set[int]] = {}
-    for entry in entries:
-        if entry.mode is GraphMode.FULL and _ranks_obstacle(entry, facts, cases_of) is None:
+    for entry in of_target:
+        if entry.mode is GraphMode.FULL:
             found.setdefault(_shape(entry), set()).add(entry.active_loras)
     # The target's batch may have any number of adapters, and the drafter runs on its metadata all the same.
     return frozenset(shape for shape, has in found.items() if has.issuperset(served_cases(cases, shape[1] or 0)))
@@ -197,7 +209,7 @@ def _obstacle(entry: Entry, facts: ManagerFacts, shapes: Collection[Shape]) -> s
     half = facts.mode.mixed_mode if entry.query_len is None else facts.mode.decode_mode
     if half is not entry.mode:
         return "engine-mode"
-    if entry.num_tokens > facts.max_num_tokens or (entry.num_reqs or 0) > facts.max_num_reqs:
+    if _exceeds(entry, facts):
         return "engine-limits"
     if entry.active_loras > facts.lora_cases[-1]:
         return "engine-adapters"
