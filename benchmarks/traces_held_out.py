@@ -255,8 +255,11 @@ def traffic_of(steps: Mapping[Batch, int]) -> Traffic:
     return Traffic(sources=("a trace",), batches=tuple(rows))
 
 
-def judged(cell: Cell, rows: Sequence[TraceRow]) -> dict[str, Any]:
-    """Return the figures of a cell."""
+def judged(cell: Cell, rows: Sequence[TraceRow], *, hindsight: bool) -> dict[str, Any]:
+    """Return the figures of a cell.
+
+    :param hindsight: choose by the steps that judge.
+    """
     profile = profiles()[cell.profile]
     spec, judge = spec_of(cell, profile), Judge(profile, cell.drafts)
     environment, backends = shipped_environments()["h200"], registry.load_backends()
@@ -270,7 +273,7 @@ def judged(cell: Cell, rows: Sequence[TraceRow]) -> dict[str, Any]:
         "vllm_graphs": theirs.num_graphs,
     }
     try:
-        measurements = Measurements(traffic=traffic_of(seen), profile=profile)
+        measurements = Measurements(traffic=traffic_of(rest if hindsight else seen), profile=profile)
         ours = planner.plan(budget, environment, backends, measurements)
     except CapturePlannerError as error:
         return row | {"error": str(error).splitlines()[0]}
@@ -339,8 +342,9 @@ def cells(traces: Sequence[str]) -> Iterator[Cell]:
                 yield from (Cell(trace, name, drafts, most) for most in REQUESTS)
 
 
-def _work(job: tuple[Cell, Sequence[TraceRow]]) -> dict[str, Any]:
-    return judged(*job)
+def _work(job: tuple[Cell, Sequence[TraceRow], bool]) -> dict[str, Any]:
+    cell, rows, hindsight = job
+    return judged(cell, rows, hindsight=hindsight)
 
 
 def main() -> int:
@@ -349,14 +353,16 @@ def main() -> int:
     options.add_argument("--traces", type=Path, required=True, help="folder of CSV files of requests")
     options.add_argument("--only", default="", help="judge only cells with this text in their name")
     options.add_argument("--processes", type=int, default=1)
+    options.add_argument("--hindsight", action="store_true", help="choose on the last third itself: a bound")
     arguments = options.parse_args()
     os.nice(10)
     rows_of: dict[str, Sequence[TraceRow]] = {path.stem: read_trace(path) for path in arguments.traces.glob("*.csv")}
     rows_of["bursts"] = bursts()
-    jobs = [(cell, rows_of[cell.trace]) for cell in cells(sorted(rows_of)) if arguments.only in cell.name]
+    every = (cell for cell in cells(sorted(rows_of)) if arguments.only in cell.name)
+    jobs = [(cell, rows_of[cell.trace], arguments.hindsight) for cell in every]
     rows = []
     with multiprocessing.Pool(arguments.processes) as pool:
-        for (cell, _), row in zip(jobs, pool.imap(_work, jobs), strict=True):
+        for (cell, *_), row in zip(jobs, pool.imap(_work, jobs), strict=True):
             rows.append(row)
             CONSOLE.print(f"{cell.name}: {'; '.join(misses(row)) or 'holds'}")
     columns = ("steps", "graphs", "vllm_graphs", "ratio", "vllm_ratio", "worst")
