@@ -19,6 +19,7 @@ from capture_planner.engines import find_engine
 from capture_planner.engines.check import NOTHING, ChangeTrials, check, fixed_together
 from capture_planner.engines.engine import FlagChange
 from capture_planner.errors import FlagError
+from capture_planner.modes import Role
 from capture_planner_tensorrt_llm.flags import read_flags
 from capture_planner_tensorrt_llm.values import Problems
 from engines.generators import sglang, tensorrt_llm, vllm
@@ -208,6 +209,19 @@ def test_fixes_alone_and_together_emulate_each_command_line_once(line):
     fixed_together(before, check(before, counted, trials), trials)
     assert len(emulated) > 1
     assert set(emulated.values()) == {1}
+
+
+def test_a_drafter_gets_graphs_by_a_size_of_the_target():
+    """Each of its own decodes has a size, but vLLM captures nothing while the target has no graph."""
+    drafts = """--speculative-config '{"method":"eagle3","model":"org/drafter","num_speculative_tokens":3}'"""
+    sizes = "--cudagraph-capture-sizes 1 2 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
+    engine = find_engine("vllm")
+    before = engine.emulate(shlex.split(f"Qwen/Qwen3-8B --max-num-seqs 2 {sizes} {drafts}"), H100)
+    found = check(before, engine, ChangeTrials(engine, H100))
+    (each,) = [each for each in found if each.diagnosis.role is Role.DRAFT_DECODE]
+    assert each.severity is Severity.WARNING
+    ((change, _),) = changes_in(each.fix)
+    assert dict(change.flags)["--cudagraph-capture-sizes"] == ("1", "2", "4")
 
 
 @pytest.mark.parametrize("code", ["EN001", "EN004"])

@@ -56,7 +56,7 @@ class VllmFixes(Fixes):
 
     def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
         if code == "EN001":
-            yield from _larger(emulation, runs)
+            yield from _larger(emulation, role, runs)
         elif code == "EN002":
             yield _sizes(emulation, complete_list(emulation))
             yield from _exact(emulation, runs)
@@ -159,7 +159,7 @@ def _above(emulation: Emulation) -> str:
     return str(1 + max(graph.entry.num_tokens for graph in emulation.graphs))
 
 
-def _larger(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
+def _larger(emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
     """Cover the largest decodes: with a larger maximum, a longer list, or fewer requests at once."""
     tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
     # Another maximum is rounded down to the grid, and the largest decode stays without a graph.
@@ -167,6 +167,10 @@ def _larger(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
         yield _given(emulation, {}, ((LARGEST, (str(tokens),)),))
     yield _sizes(emulation, {*emulation.sizes, tokens})
     yield from _exact(emulation, runs)
+    if role.is_drafter and not any(graph.role is Role.TARGET for graph in emulation.graphs):
+        # A drafter's graphs are captured only where the target has one, for which its own sizes may be too small.
+        least = min((each.query_len for each in decode_families(Role.TARGET, emulation)), default=1)
+        yield _sizes(emulation, {*emulation.sizes, tokens, least})
     covered = min(run.first for run in runs) - 1
     if covered:
         yield FlagChange.of(REQUESTS, covered, instead=True)
