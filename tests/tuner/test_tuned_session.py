@@ -202,6 +202,20 @@ def test_costs_without_eager_times_are_an_estimate(role: Role) -> None:
     )
 
 
+def test_an_engine_is_observed_into_a_folder(tmp_path: Path) -> None:
+    """Launch takes neither a file nor standard input for one; a folder that lacks costs is observed into again."""
+    seen = replace(observed(None), capture_seconds=None)
+    seen = replace(seen, roles=tuple(replace(each, eager=(), batches=()) for each in seen.roles))
+    file = tmp_path / "vllm.rank0.1.yaml"
+    file.touch()
+    for name, says in (("-", "<stdin> lacks"), (str(file), f"{file} lacks")):
+        text = missing_costs(observed_subject(seen, name))
+        assert says in text
+        assert text.endswith("(`capture-planner launch --observe FOLDER --profile -- ...`) and tune FOLDER")
+    again = missing_costs(observed_subject(seen, str(tmp_path)))
+    assert again.endswith(f"(`capture-planner launch --observe {tmp_path} --profile -- ...`)")
+
+
 @pytest.mark.parametrize("role", Role)
 def test_costs_without_what_capturing_takes_are_an_estimate(role: Role, tmp_path: Path) -> None:
     """Of an observer that saw no capture: memory and start-up of no table could be told."""

@@ -234,20 +234,22 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
 
     :param given: as in ``costs_of``.
     """
-    seen = subject.observation is not None
+    seen, source = subject.observation is not None, TrafficSource(str(subject.file))
     why = " by the costs of another deployment"
     if seen and given is None and subject.observed_here is None:
-        why = f": {subject.file} is of another device"
+        why = f": {source.name} is of another device"
     elif seen and given is None:
-        why = f": {subject.file} lacks times of graphs, or of steps without one, or what capturing took"
+        why = f": {source.name} lacks times of graphs, or of steps without one, or what capturing took"
     says, engine = f"this is an estimate{why}; for a promise, ", subject.engine
     # Graphs are timed by the plugin inside an engine, which launch starts it with.
     if engine is not None and engine.launch is None:
         own = f"{subject.derived.spec.model.name} on {subject.environment.device.name}"
         return f"{says}measure {own} with `capture-planner profile SPEC -o FILE`, and give it as --profile FILE"
-    command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
+    # Launch observes into a folder; one file of it, or standard input, is none.
+    folder = source.path if seen and Path(source.path).is_dir() else "FOLDER"
+    command = f"capture-planner launch --observe {folder} --profile -- ..."
     start = f"start the engine once with CAPTURE_PLANNER_PROFILE=1 (`{command}`)"
-    return f"{says}{start}{'' if seen else ' and tune FOLDER'}"
+    return f"{says}{start}{' and tune FOLDER' if folder == 'FOLDER' else ''}"
 
 
 @attrs.frozen(kw_only=True)
