@@ -1,8 +1,8 @@
 """The profile that an observation has in it: what an engine measured of its own graphs and steps.
 
 What steps take besides their passes is fitted to the intervals: a time for each request, and for each way that the
-target runs the host's own time, which a step takes at least (``Overhead``). The fit keeps totals: the mean step of each
-kind is predicted as it was measured, where no time would have to be negative.
+target runs a mean, or without a graph the host's own time, which a step takes at least (``Overhead``). The fit keeps
+totals: the mean step of each kind is predicted as it was measured, where no time would have to be negative.
 """
 
 from __future__ import annotations
