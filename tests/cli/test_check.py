@@ -228,6 +228,10 @@ def test_check_of_measured_sizes_says_what_they_take_of_the_budget(run: Run, tmp
     line = "budget: 41 of 64 graphs, 13 of 20 s, by the profile; one more graph takes 0.5 ms off the mean step"
     assert f"{file}: {line}\n" in run("check", str(file)).out
     assert line in run("show", str(file)).out
+    # Without a graph the budget holds none, so nothing is known of one more.
+    none = replace(forecast, graphs=0, mib=0.0, seconds=0.0, next_graph_ms=0.0)
+    file.write_text(dumps(replace(measured, forecast=none)))
+    assert f"{file}: budget: 0 of 64 graphs, 0 of 20 s, by the profile\n" in run("check", str(file)).out
 
 
 def test_fixes_together_are_of_findings_that_the_load_reaches(call: Run) -> None:
