@@ -26,7 +26,8 @@ from capture_planner.engines.verdict import change_text
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import grouped
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import most_tokens
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import BatchCount, Observation, ObservedRole
 from capture_planner.records.text import counted
@@ -394,6 +395,10 @@ def graphs_without_batch(subject: CheckInput) -> Iterator[Diagnosis]:
             continue
         used = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
         entries = [graph.entry for graph in manager.graphs]
+        # The answers are to the most requests, and a graph of mixed batches may have room for fewer.
+        for loras, tokens in {(each.active_loras, each.num_tokens) for each in entries if each.query_len is None}:
+            fewest = Batch.mixed(role, max(loras, 1), min(tokens, most_tokens(role, subject.emulation)), loras)
+            used.add(manager.dispatch(fewest).entry)
         unused = [entry for entry in entries if entry not in used]
         if unused:
             widths = {entry.query_len for entry in entries if entry.query_len}

@@ -197,11 +197,6 @@ MOST_DIFFERENCES = 12
 """Ranges of batches that are shown; ``--format json`` has all of them."""
 
 
-def export_command(export: Export, output: Path | None) -> str:
-    """Return the flags as a shell takes them, on one line, which a table would break."""
-    return shlex.join(export.command(str(output or export.file_name)))
-
-
 def launch_command(export: Export, plan_file: str, program: str) -> str:
     """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
     # The plan itself replaces all other settings.
@@ -217,7 +212,9 @@ def export_report(export: Export, output: Path | None, launch: str | None) -> Re
     :param output: where the engine's configuration file is written.
     :param launch: the command that runs the plan itself; None if the engine has no plugin for it.
     """
-    parts: list[Part] = [TonedText(export_command(export, output), "verbatim"), ""]
+    # On one line, as a shell takes it, which a table would break.
+    flags = shlex.join(export.command(str(output or export.file_name)))
+    parts: list[Part] = [TonedText(flags, "verbatim"), ""]
     if launch is not None:
         parts += [TonedText(f"to run the plan itself: {launch}", "verbatim"), ""]
     # Such an engine takes a file, which does not exist unless it is printed here.

@@ -19,12 +19,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 
 from capture_planner.modes import GraphMode
 
+T = TypeVar("T")
 MAX_POINTS = 200
 """Points of a series that a page can take: leave out some of more."""
 
@@ -68,12 +69,8 @@ def _points(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _series(series: Iterable[Series]) -> tuple[Series, ...]:
-    return tuple(series)
-
-
-def _plots(plots: Iterable[Plot]) -> tuple[Plot, ...]:
-    return tuple(plots)
+def _tuple(items: Iterable[T]) -> tuple[T, ...]:
+    return tuple(items)
 
 
 def _is_text(_: Any, field: attrs.Attribute[str], text: str) -> None:
@@ -131,7 +128,7 @@ class Plot:
     """Says what is plotted, not what to conclude."""
     x: PlotAxis
     y: PlotAxis
-    series: tuple[Series, ...] = attrs.field(converter=_series)
+    series: tuple[Series, ...] = attrs.field(converter=_tuple)
 
     def __attrs_post_init__(self) -> None:
         if not any(y is not None for one in self.series for _, y in one.points):
@@ -187,7 +184,7 @@ class Chart:
 
     name: str
     """An identifier, unique on the page."""
-    plots: tuple[Plot, ...] = attrs.field(converter=_plots)
+    plots: tuple[Plot, ...] = attrs.field(converter=_tuple)
     """A chart without plots is left out (``drawn``)."""
     caption: str = attrs.field(validator=_is_text)
     section: str = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True))

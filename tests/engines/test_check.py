@@ -196,6 +196,18 @@ def test_unreached_graphs_equal_brute_force(emulated):
     assert (found.diagnosis.count if found else 0) == unused
 
 
+def test_graph_for_few_requests_serves_a_batch():
+    """SGLang's full graphs of prefills have slots for few requests; a batch of the most requests is on none of them."""
+    words = "--model-path Qwen/Qwen3-8B --disaggregation-mode prefill --cuda-graph-backend-prefill full"
+    emulated = emulate("sglang", words.split(), find_environment("h100"))
+    graphs = [graph.entry for graph in emulated.graphs]
+    asked = (Batch(role=Role.TARGET, num_reqs=1, num_tokens=each.num_tokens, past_prompt=False) for each in graphs)
+    assert all(each.num_reqs < emulated.limits.max_num_reqs for each in graphs)
+    assert [emulated.dispatch(batch).entry for batch in asked] == graphs
+    assert not {answer.answer.entry for answer in walk(emulated)}.issuperset(graphs)
+    assert "EN003" not in by_code(check(emulated))
+
+
 @given(emulations())
 def test_best_graph_is_the_cheapest_compatible_one(emulated):
     """As looking at every graph finds it."""

@@ -10,7 +10,7 @@ from tempfile import NamedTemporaryFile
 import attrs
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.lint import Severity
@@ -106,6 +106,7 @@ def test_fix_of_vllm_followed_word_for_word_removes_its_finding(models, seed):
 
 @FEW
 @given(seed=st.integers(0, 2**32))
+@example(seed=676509)  # full graphs of prefills have room for 8 requests, and nothing else has graphs
 def test_fix_of_sglang_followed_word_for_word_removes_its_finding(seed, tmp_path_factory):
     case = sglang.case(random.Random(seed))
     command, environment = sglang.written(case, tmp_path_factory.mktemp("sglang")), case.environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -47,6 +48,10 @@ class SglangFixes(Fixes):
         elif code in ("EN003", "EN004") and emulation.sizes:
             yield _listed(DECODES, emulation.sizes)
             yield _listed(DECODES, {size for size in emulation.sizes if size <= emulation.limits.max_num_reqs})
+        elif code == "EN003":
+            # Without sizes of decodes graphs are of prefills: up to the first that has room for the most tokens.
+            sizes = sorted({graph.entry.num_tokens for graph in emulation.graphs})
+            yield _listed(PREFILLS, sizes[: bisect_left(sizes, emulation.limits.max_num_tokens) + 1])
         elif code == "EN005":
             yield from (FlagChange.of("--attention-backend", each) for each in _BACKENDS)
         elif code == "EN006":
@@ -58,17 +63,15 @@ class SglangFixes(Fixes):
 
     def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
         if code == "EN001":
-            return self._uncovered(emulation, about)
+            requests = max(run.last for run in about)
+            raised = f"raise --cuda-graph-max-bs-decode to {requests}"
+            return adding([requests], DECODES) if emulation.asked_sizes else raised
         # SGLang replays no graph that pads a prefill to more than twice its tokens.
         if code == "EN002" and not any(run.batch.kind is Kind.DECODE for run in about):
             return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
-        if code == "EN003" and role.is_drafter:
-            return f"nothing to do: {role} uses the target's sizes"
         if code == "EN003":
-            return (
-                "nothing to do: each of --cuda-graph-bs-decode is captured for every number of adapters, and some "
-                "batch needs one of them"
-            )
+            sizes = "each of --cuda-graph-bs-decode is captured for every number of adapters, and some are needed"
+            return "nothing to do: " + (f"{role} uses the target's sizes" if role.is_drafter else sizes)
         limit = emulation.limits.max_num_reqs
         if code == "EN004" and max(about) > limit:
             return f"remove sizes above the {limit} requests of a rank, and those that its ranks do not divide"
@@ -76,12 +79,6 @@ class SglangFixes(Fixes):
             phase = "prefill" if about[0].batch.kind is Kind.MIXED else "decode"
             return adding(about[0].sizes_between(1), f"--cuda-graph-bs-{phase}")
         return ""
-
-    def _uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
-        requests = max(run.last for run in runs)
-        if emulation.asked_sizes:
-            return adding([requests], DECODES)
-        return f"raise --cuda-graph-max-bs-decode to {requests}"
 
 
 def _both(emulation: Emulation, prefills: set[int], decodes: set[int]) -> Iterator[FlagChange]:

@@ -42,8 +42,7 @@ class VllmFixes(Fixes):
     general: ClassVar = {
         "EN001": "raise --max-cudagraph-capture-size to the largest decode (requests times 1 + K), or list it "
         "in --cudagraph-capture-sizes",
-        "EN002": "give sizes of which each is a multiple of every query length: capture-planner export --to "
-        "vllm writes such a list",
+        "EN002": "give multiples of every query length: capture-planner export --to vllm writes such a list",
         "EN003": "list in --cudagraph-capture-sizes only sizes that a batch of the schedule needs",
         "EN004": "give --cudagraph-capture-sizes that are multiples of 1 + K",
         "EN005": "name a backend that supports it with --attention-backend, or request the mode that is left "
