@@ -19,13 +19,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import attrs
 
 from capture_planner.modes import GraphMode
 
-T = TypeVar("T")
 MAX_POINTS = 200
 """Points of a series that a page can take: leave out some of more."""
 
@@ -69,8 +68,12 @@ def _points(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _tuple(items: Iterable[T]) -> tuple[T, ...]:
-    return tuple(items)
+def _series(series: Iterable[Series]) -> tuple[Series, ...]:
+    return tuple(series)
+
+
+def _plots(plots: Iterable[Plot]) -> tuple[Plot, ...]:
+    return tuple(plots)
 
 
 def _is_text(_: Any, field: attrs.Attribute[str], text: str) -> None:
@@ -128,7 +131,7 @@ class Plot:
     """Says what is plotted, not what to conclude."""
     x: PlotAxis
     y: PlotAxis
-    series: tuple[Series, ...] = attrs.field(converter=_tuple)
+    series: tuple[Series, ...] = attrs.field(converter=_series)
 
     def __attrs_post_init__(self) -> None:
         if not any(y is not None for one in self.series for _, y in one.points):
@@ -184,7 +187,7 @@ class Chart:
 
     name: str
     """An identifier, unique on the page."""
-    plots: tuple[Plot, ...] = attrs.field(converter=_tuple)
+    plots: tuple[Plot, ...] = attrs.field(converter=_plots)
     """A chart without plots is left out (``drawn``)."""
     caption: str = attrs.field(validator=_is_text)
     section: str = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True))
