@@ -212,8 +212,7 @@ def export_report(export: Export, output: Path | None, launch: str | None) -> Re
     :param output: where the engine's configuration file is written.
     :param launch: the command that runs the plan itself; None if the engine has no plugin for it.
     """
-    # On one line, as a shell takes it, which a table would break.
-    flags = shlex.join(export.command(str(output or export.file_name)))
+    flags = shlex.join(export.command(str(output or export.file_name)))  # on one line, which a table would break
     parts: list[Part] = [TonedText(flags, "verbatim"), ""]
     if launch is not None:
         parts += [TonedText(f"to run the plan itself: {launch}", "verbatim"), ""]
