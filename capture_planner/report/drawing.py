@@ -99,7 +99,7 @@ def figure(plot: Plot) -> Figure:
     shown = [_scaled(one, x_scale, y_scale) for one in plot.series]
     (_bars if plot.has_bars else _marks)(axes, plot, shown)
     labels = f"{plot.x.label} ({x_unit})", f"{plot.y.label} ({y_unit})"
-    _wrap(axes.xaxis.label, labels[plot.has_bars], 72 * _WIDTH - 50)
+    _wrap(axes.xaxis.label, labels[plot.has_bars], 72 * _WIDTH - 110)
     _wrap(axes.yaxis.label, labels[not plot.has_bars], 72 * height - 40)
     axes.xaxis.label.set_gid("x-label")
     axes.yaxis.label.set_gid("y-label")

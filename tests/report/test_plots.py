@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib, which is not installed")
@@ -36,8 +36,18 @@ def test_a_page_has_title_labels_units_key_name_and_numbers_of_any_plot(plot: Pl
     check_plots(report_of(plot).charts(), page(report_of(plot)))
 
 
+WIDE = Plot(
+    title="W",
+    x=PlotAxis("W" * 19, "requests"),
+    y=PlotAxis("W" * 13, "s"),
+    series=(Series("W", Mark.LINE, [*((n, 0) for n in range(8)), (8, 9615385)]),),
+)
+"""A label in the middle of an axis that begins far to the right."""
+
+
 @SOME
 @given(plots())
+@example(WIDE)
 def test_text_of_any_plot_neither_overlaps_nor_is_cut_off(plot: Plot) -> None:
     """Measured as matplotlib draws it; ``tox -e pages`` measures it in a browser."""
     figure = drawing.figure(plot)
