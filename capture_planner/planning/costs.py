@@ -24,7 +24,7 @@ It is the host's work, and does not grow with the tokens. The least factor betwe
 
 @attrs.frozen
 class Curve:
-    """Milliseconds by padded tokens, interpolated between measured sizes; those of passes alone never fall."""
+    """Milliseconds by padded tokens: the measured times, made non-decreasing and interpolated between sizes."""
 
     tokens: tuple[int, ...]
     milliseconds: tuple[float, ...]

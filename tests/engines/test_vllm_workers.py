@@ -111,7 +111,7 @@ def test_engine_goes_on_where_workers_cannot_be_compared(world, caplog):
     st.booleans(),
 )
 def test_all_workers_profile_or_none_does(answers, patient):
-    """Whoever comes late, and whoever does not come: no worker runs its dummy steps alone."""
+    """Also if answers are late or missing: no worker runs its dummy steps alone."""
     store, wanted = dist.HashStore(), {goes for goes, _ in answers}
     seconds = 20 if patient and None not in wanted else 0.04
 

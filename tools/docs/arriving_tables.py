@@ -147,7 +147,7 @@ def _promise(found: Mapping[str, float] | None) -> str:
 
 
 def turns(folder: Path = RESULTS) -> str:
-    """Return what an equal step takes under each plan, by that of the list by hand or of the engine by itself."""
+    """Return the time of an equal step per plan, relative to the expert's list or else to the engine by itself."""
     found = newest(TURNS, folder)
     steps = {name: result["turns"]["all_loads"]["step_ms"] for name, result in found.items()}
     others = sorted({column for columns in steps.values() for column in columns} - {*COLUMNS})

@@ -195,7 +195,7 @@ def test_budgets_are_kept(call: Run, document: Any) -> None:
 
 @pytest.mark.parametrize("machine", ["h200", "h100"])
 def test_budgets_of_a_spec_may_have_shares(call: Run, machine: str) -> None:
-    """A quarter of the graphs for mixed batches; by costs of another machine today's graphs are kept besides."""
+    """A quarter of the graphs for mixed batches; with costs of another machine, today's graphs are kept as well."""
     file = Path(_spec(call))
     shares = "budget: {max_graphs: 12, graphs: {mixed: 0.25}}\n"
     file.write_text(file.read_text("utf-8").replace("speculative: {method: eagle3, num_tokens: 3}\n", shares), "utf-8")

@@ -68,11 +68,11 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     planned = plan.role(facts.role)
     left: dict[str, list[Entry]] = {}
     usable = []
-    of_target = _of_target(plan, facts)
-    shapes = _full_shapes(plan, of_target)
+    of_target = _of_target(plan, facts) if facts.role.is_drafter and Role.TARGET in plan.planned else None
+    shapes = _full_shapes(plan, of_target or ())
     cases_of = _cases_by_shape(planned.entries)
     # GPUModelRunner.capture_model asks the target alone whether there is something to capture (0.33).
-    bare = facts.role.is_drafter and Role.TARGET in plan.planned and not of_target
+    bare = of_target == ()
     for entry in planned.entries:
         rule = "engine-bare-target" if bare else _obstacle(entry, facts, shapes)
         rule = rule or _ranks_obstacle(entry, facts, cases_of)
@@ -175,7 +175,7 @@ def _is_exact(entry: Entry, facts: ManagerFacts) -> bool:
 
 def _of_target(plan: Plan, facts: ManagerFacts) -> tuple[Entry, ...]:
     """Return the target's entries that are within vLLM's limits, and that its ranks pad alike."""
-    entries = plan.role(Role.TARGET).entries if Role.TARGET in plan.planned else ()
+    entries = plan.role(Role.TARGET).entries
     cases_of = _cases_by_shape(entries)
     return tuple(
         entry for entry in entries if not _exceeds(entry, facts) and _ranks_obstacle(entry, facts, cases_of) is None
@@ -255,7 +255,7 @@ def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequen
         "engine-bare-target": (
             planned.mode.value,
             GraphMode.NONE.value,
-            "vLLM captures those of a drafter only where the target has graphs",
+            "vLLM captures a drafter's graphs only if the target has graphs",
         ),
         "engine-limits": (
             str(max(entry.num_tokens for entry in entries)),
