@@ -725,6 +725,8 @@ def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable
 
     :param rig_in: returns how engines are run; it may write into the folder that it gets.
     """
+    if arguments.plan and not arguments.turns:
+        sys.exit("--plan: plans take turns in one engine; give --turns STEPS")
     end = time.monotonic() + arguments.seconds
     results: dict[str, Any] = {}
     targets: dict[str, bool] = {}

@@ -111,7 +111,7 @@ def read_document(path: str) -> Document:
         return Document.read(path)
     document = Document.parse(codec.read_stream(sys.stdin.buffer, "<stdin>"), "<stdin>")
     if document.node.value is None:
-        raise InvalidDocument([Problem(file="<stdin>", message="standard input is empty")])
+        raise InvalidDocument([Problem(file="<stdin>", message="standard input is empty, or was read before")])
     return document
 
 

@@ -378,7 +378,16 @@ def test_problems_of_standard_input_have_a_place_in_it(call: Run) -> None:
     assert ran.code == 1
     assert ran.err.startswith("error: <stdin>:")
     assert "limits.max_num_reqs: expected an integer, got 8.7" in ran.err
-    assert "error: <stdin>: standard input is empty" in call("show", "-").err
+
+
+METRICS = 'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 12.0\n'
+
+
+def test_standard_input_that_was_read_says_so(call: Run) -> None:
+    """One name for it has its text; another finds nothing."""
+    for words in (("show", "-"), ("compare", "-", "-"), ("traffic", "-", "-")):
+        text = METRICS if words[0] == "traffic" else ""
+        assert "error: <stdin>: standard input is empty, or was read before" in call(*words, stdin=text.encode()).err
 
 
 # The list of commands ----------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_a_scrape_between_two_counters_accepts_no_more_than_was_drafted(tmp_path
     assert (traffic.drafted, traffic.accepted) == ((100, 100), (100, 50))
 
 
-@pytest.mark.parametrize("odd", ["NaN", "1e999", "-Inf", "1e300", "0x10", "9" * 5000, ""])
+@pytest.mark.parametrize("odd", ["NaN", "1e999", "-Inf", "-3", "1e300", "0x10", "9" * 5000, ""])
 @pytest.mark.parametrize("at", ['"8.0"', '"0"', " 7.0", " 12.0"])
 def test_an_odd_value_of_a_metric_costs_its_line_alone(tmp_path, at, odd):
     """NaN is legal Prometheus text; a bound or a position may be anything, too."""

@@ -171,7 +171,8 @@ def _read_source(
     blocks = source.blocks(advance=advance, note=lambda note: said.update({note: None}))
     first = next(blocks, b"")
     if not first.strip():
-        raise _refusal(source.name, "the file is empty", _listed(formats))
+        empty = "standard input is empty, or was read before" if source.path == "-" else "the file is empty"
+        raise _refusal(source.name, empty, _listed(formats))
     head = first[:HEAD]
     whole = _whole_format(head, formats)
     if whole is not None:
@@ -312,7 +313,7 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
 
 NAME = "Prometheus text"
 MOST = 1e18
-"""What no counter reaches; a value may also be NaN."""
+"""What no counter reaches; a value may also be negative or NaN, which none is."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})? +([-+.\w]+)(?: +-?\d+)?")
 _LABEL = re.compile(r"(?<!\w)(\w+)=\"((?:[^\"\\]|\\.)*)\"")
@@ -348,7 +349,7 @@ def _sample(line: str) -> tuple[tuple[str, Labels], float] | None:
         number = float(value)
     except ValueError:
         return None
-    return ((name, tuple(_LABEL.findall(labels or ""))), number) if abs(number) < MOST else None
+    return ((name, tuple(_LABEL.findall(labels or ""))), number) if 0 <= number < MOST else None
 
 
 # Files of ours -----------------------------------------------------------------------------------
