@@ -154,7 +154,8 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphS
     )
     by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
     rests = [
-        sum(each.mib for each in capture) - _pool_mib([(by_key[each.family], each.tokens) for each in capture])
+        sum(each.mib for each in capture)
+        - _pool_mib([(by_key[each.family], each.family[1], each.tokens) for each in capture])
         for capture in captures
         if capture
     ]
@@ -238,13 +239,13 @@ def _family_cost(
     return GraphCost(role=role, mode=mode, query_len=query_len, draft_steps=draft_steps, **rounded)
 
 
-def _pool_mib(graphs: Sequence[tuple[GraphCost, int]]) -> float:
-    """Return the MiB of one pool after ``graphs``, each with its costs and tokens, were captured into it."""
-    # Graphs of one mode share their intermediates, those of two modes do not (see the module).
+def _pool_mib(graphs: Sequence[tuple[GraphCost, GraphMode, int]]) -> float:
+    """Return the MiB of one pool after ``graphs``, each with its costs, mode and tokens, were captured into it."""
+    # Graphs of one mode share their intermediates, those of two modes do not, whatever mode the costs are of.
     largest = dict.fromkeys(GraphMode, 0.0)
-    for cost, tokens in graphs:
-        largest[cost.mode] = max(largest[cost.mode], cost.largest_mib + cost.mib_per_token * tokens)
-    return sum(largest.values()) + sum(cost.mib for cost, _ in graphs)
+    for cost, mode, tokens in graphs:
+        largest[mode] = max(largest[mode], cost.largest_mib + cost.mib_per_token * tokens)
+    return sum(largest.values()) + sum(cost.mib for cost, *_ in graphs)
 
 
 @attrs.frozen(kw_only=True)
@@ -271,18 +272,18 @@ def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
     families = {family: costs.of_graph(family) for family in (entry_family(role, entry) for role, entry in work)}
-    each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]
-    pools: dict[Role | None, list[tuple[GraphCost, int]]] = {}
+    each = [(families[entry_family(role, entry)], entry.mode, entry.num_tokens) for role, entry in work]
+    pools: dict[Role | None, list[tuple[GraphCost, GraphMode, int]]] = {}
     for (role, _), graph in zip(work, each, strict=True):
         # Costs of separate pools say nothing about a shared one, so such a profile decides too.
         pools.setdefault(role if Pool.PER_ROLE in (sharing, profile.pool) else None, []).append(graph)
     pooled = sum(map(_pool_mib, pools.values()))
     used = {cost.key: cost for cost in families.values()}.values()
     return Prediction(
-        memory_mib=len(pools) * profile.base_mib + pooled + sum(cost.driver_mib for cost, _ in each),
+        memory_mib=len(pools) * profile.base_mib + pooled + sum(cost.driver_mib for cost, *_ in each),
         memory_error_mib=len(pools) * sum(cost.mib_error for cost in used),
-        seconds=profile.base_seconds + sum(cost.seconds + cost.seconds_per_token * tokens for cost, tokens in each),
-        seconds_error=math.sqrt(sum(cost.seconds_error**2 for cost, _ in each)),
+        seconds=profile.base_seconds + sum(cost.seconds + cost.seconds_per_token * tokens for cost, _, tokens in each),
+        seconds_error=math.sqrt(sum(cost.seconds_error**2 for cost, *_ in each)),
         assumptions=tuple(
             f"costs of {family_name(*family)} are taken from {family_name(*cost.key)}, which the profile has"
             for family, cost in families.items()

@@ -237,6 +237,7 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
         # These break ties, so that a choice does not depend on the order of the profile.
         mode.value,
         query_len or 0,
+        steps or 0,
     )
 
 

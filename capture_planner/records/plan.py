@@ -183,7 +183,9 @@ class Forecast:
     graphs: NonNegative = field("graphs captured")
     mib: Amount = field("device memory of the graphs, in MiB")
     seconds: Amount = field("time to capture, in seconds")
-    next_graph_ms: Amount = field("saving of one more graph on the mean step, in milliseconds", default=0.0)
+    next_graph_ms: Amount = field(
+        "saving of one more graph next to others of its ladder, in milliseconds of the mean step", default=0.0
+    )
     slowdown: Amount = field(
         "most excess of a step over that on a graph of its own size, as a share; 0 for regret", default=0.0
     )

@@ -180,7 +180,8 @@ def _measured_line(budget: Budget, forecast: Forecast) -> str | None:
         f"{forecast.seconds:.0f} of {budget.seconds or 0:g} s": budget.seconds,
     }
     used = [text for text, limit in taken.items() if limit is not None]
-    gain = f"; one more graph takes {forecast.next_graph_ms:.2g} ms off the mean step" if forecast.graphs else ""
+    gain = f"; one more graph next to others takes {forecast.next_graph_ms:.2g} ms off the mean step"
+    gain *= forecast.graphs > 0
     return f"budget: {', '.join(used)}, by the profile{gain}" if used else None
 
 

@@ -225,7 +225,8 @@ def test_check_of_measured_sizes_says_what_they_take_of_the_budget(run: Run, tmp
     measured = replace(load_plan(TINY_PLAN), forecast=forecast, budget=Budget(max_graphs=64, seconds=20.0))
     file = tmp_path / "measured.yaml"
     file.write_text(dumps(measured))
-    line = "budget: 41 of 64 graphs, 13 of 20 s, by the profile; one more graph takes 0.5 ms off the mean step"
+    line = "budget: 41 of 64 graphs, 13 of 20 s, by the profile; one more graph next to others takes 0.5 ms off the "
+    line += "mean step"
     assert f"{file}: {line}\n" in run("check", str(file)).out
     assert line in run("show", str(file)).out
     # Without a graph the budget holds none, so nothing is known of one more.

@@ -191,6 +191,12 @@ def test_a_family_that_was_not_measured_borrows_and_says_so():
     samples = [s for s in capture(random.Random(0), {PIECES: [8], FULL: [256, 16]}, 0.0) if s.family == FULL]
     prediction = predict(profile_of([samples]), plan_of({PIECES: [512], FULL: [4]}))
     assert "costs of target PIECEWISE (mixed batches) are taken from target FULL" in prediction.assumptions[0]
+    # The two modes share no intermediates, whatever the costs are of.
+    apart = sum(
+        predict(profile_of([samples]), plan_of(each)).memory_mib
+        for each in ({PIECES: [512], FULL: []}, {PIECES: [], FULL: [4]})
+    )
+    assert prediction.memory_mib == pytest.approx(apart - profile_of([samples]).base_mib)
 
 
 def test_a_plan_without_graphs_costs_nothing():

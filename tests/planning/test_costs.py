@@ -17,7 +17,7 @@ from capture_planner.records.profile import CostCurve, GraphCost, family_name
 from support.measured import profile
 
 MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
-QUERY_LENS, CHAINS = (None, 1, 2, 4, 7), (None, 1, 2, 3, 6)
+QUERY_LENS, CHAINS = (None, 1, 2, 4, 7), (None, 1, 2, 3, 4, 6)
 FAMILIES = st.tuples(
     st.sampled_from((Role.TARGET, Role.DRAFT_DECODE)),
     st.sampled_from(MODES),
@@ -120,6 +120,7 @@ def nearest(keys: list[Family], family: Family) -> Family:
         lambda key: (key[2] is None) != (query_len is None),
         lambda key: abs((key[2] or 0) - (query_len or 0)),
         lambda key: key[2] or 0,
+        lambda key: key[3] or 0,
     )
     for criterion in criteria:
         least = min(map(criterion, keys))

@@ -10,6 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
+from capture_planner.measuring.fits import predict
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured import allocation
 from capture_planner.planning.measured.allocation import SizeGroup, allocate, least_worst
@@ -324,13 +325,26 @@ def test_a_measured_plan_is_within_its_budget(inputs):
 
 @given(deployments(max_reqs=64, measured=True))
 def test_measured_plans_are_the_same_each_time(inputs):
-    """Law 13: ties are broken the same way everywhere; nothing depends on the order of a traffic's lines."""
+    """Law 13: ties are broken the same way everywhere; nothing depends on the order of a file's lines."""
     plan = plan_of(inputs)
     assert inputs.plan() == plan
-    traffic = inputs.measurements.traffic
-    turned = replace(traffic, batches=tuple(reversed(traffic.batches)))
-    again = attrs.evolve(inputs, measurements=attrs.evolve(inputs.measurements, traffic=turned)).plan()
-    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]
+    profile, traffic = inputs.measurements.profile, inputs.measurements.traffic
+    for changes in (
+        {"traffic": replace(traffic, batches=tuple(reversed(traffic.batches)))},
+        {"profile": replace(profile, curves=tuple(reversed(profile.curves)), graphs=tuple(reversed(profile.graphs)))},
+    ):
+        again = attrs.evolve(inputs, measurements=attrs.evolve(inputs.measurements, **changes)).plan()
+        assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_the_forecast_is_what_its_capture_is_predicted_to_take(inputs):
+    """Law 13: memory and seconds, where the profile has costs of every role."""
+    plan, profile = plan_of(inputs), inputs.measurements.profile
+    assume({role.role for role in plan.roles if role.entries} <= {each.role for each in profile.graphs})
+    expected = predict(profile, plan)
+    assert plan.forecast.mib == pytest.approx(expected.memory_mib, rel=1e-5, abs=1e-4)
+    assert plan.forecast.seconds == pytest.approx(expected.seconds, rel=1e-4, abs=1e-4)
 
 
 def test_ratio_of_a_fraction_is_exact():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import attrs
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
-from capture_planner.analysis.lint import Severity, lint
+from capture_planner.analysis.lint import Severity, lint, shape_rules
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
@@ -36,6 +37,7 @@ from capture_planner_tuner.tuning.judgement import (
     Pricing,
     SideFigures,
     TuneVerdict,
+    is_slower,
     judged,
     noise_between,
     verdict_on,
@@ -43,6 +45,7 @@ from capture_planner_tuner.tuning.judgement import (
 from capture_planner_tuner.tuning.tune import (
     GRAPH,
     MORE,
+    PADDED,
     SHIFTED,
     TuneCase,
     Tuning,
@@ -171,7 +174,7 @@ def test_a_proposal_holds_against_every_guard(
     """No decode loses a full graph, check does not warn, and it is no slower, also under twice the load.
 
     By the costs of another deployment, no batch at all loses its graph. Where today exceeds the bounds, only that and
-    check count.
+    check count, whose warnings of padding are then stated.
     """
     spec, load, costs = case
     bounds = None if graphs is None else TuningBounds(graphs=graphs)
@@ -193,7 +196,8 @@ def test_a_proposal_holds_against_every_guard(
                 assert has is GraphMode.FULL
             if guess and had is not GraphMode.NONE:
                 assert has is not GraphMode.NONE
-    assert {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} <= usual
+    warned = {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} - usual
+    assert not warned or (not within and {code for code, _ in warned} == {PADDED})
     if found.verdict is TuneVerdict.CHANGE and within:
         assert found.today is not None
         assert found.proposed is not None
@@ -294,14 +298,34 @@ def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
 def test_a_budget_below_todays_graphs_is_no_reason_to_keep_them(
     case: tuple[Spec, Traffic, Profile], graphs: int
 ) -> None:
-    """What a table within it does worse than today is said. Check alone refuses it, and then nothing is kept."""
+    """What a table within it does worse than today is said, padding included. Check alone refuses it."""
     assume(planned(case[0]).num_graphs > graphs)
     found = tuned(*case, bounds=TuningBounds(graphs=graphs), graphs=graphs)
     assert found.reason.startswith("today's graphs exceed the budget")
     assert found.verdict is (TuneVerdict.OVER_BUDGET if found.plan is None else TuneVerdict.CHANGE)
-    assert ("check warns of" in found.reason) is (found.plan is None)
+    warned = {each.rule.code for each in lint(found.plan) if each.severity is not Severity.NOTE} if found.plan else {""}
+    assert ("check warns of" in found.reason) is bool(warned)
+    assert found.plan is None or warned <= {PADDED}
     costs_more = found.shift is not None and found.shift.gain < -SHIFTED
     assert ("with twice the load" in found.reason) is costs_more
+
+
+@FEW
+@given(cases(), st.integers(1, 4))
+def test_padding_that_check_warns_of_gives_way_to_no_slower_table(
+    case: tuple[Spec, Traffic, Profile], graphs: int
+) -> None:
+    """Where today exceeds a budget and all padding is heavy, the table is as fast as without that rule, or as today."""
+    assume(planned(case[0]).num_graphs > graphs)
+    options = {"bounds": TuningBounds(graphs=graphs), "graphs": graphs}
+    free = tuned(*case, **options)
+    with mock.patch.multiple(shape_rules, HEAVY_RATIO=1, HEAVY_TOKENS=0):
+        found = tuned(*case, **options)
+    assert (found.plan is None) is (free.plan is None)
+    assert found.today is not None
+    assert found.proposed is not None
+    assert free.proposed is not None
+    assert not is_slower(found.today, found.proposed) or found.proposed.rank <= free.proposed.rank
 
 
 def test_deployments_without_graphs_are_left_alone() -> None:

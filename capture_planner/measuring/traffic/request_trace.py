@@ -65,16 +65,19 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
         acceptance=acceptance,
         window=window,
     )
-    # Batches with prompts have decodes too, whose number is not known.
-    drafts = sum(count * batch.num_reqs for batch, count in found.counts.items() if batch.past_prompt)
+    # Batches with prompts have decodes too, whose number is not known. A schedule drafts fewer tokens in some batches.
+    drafts = tuple(
+        sum(count * each.num_reqs for each, count in found.counts.items() if (each.uniform_query_len or 1) > position)
+        for position in range(1, len(acceptance) + 1)
+    )
     return SourceCounts(
         format=f"trace of {len(trace.rows)} requests",
         batches=tuple(traffic_count(batch, count) for batch, count in found.counts.items()),
         blocks=tuple(tuple(traffic_count(*each) for each in block.items()) for block in found.blocks),
         trace=RequestTrace(arrivals, window),
         seconds=round(found.seconds, 6),
-        drafted=(drafts,) * len(acceptance),
-        accepted=tuple(round(share * drafts) for share in acceptance),
+        drafted=drafts,
+        accepted=tuple(round(share * number) for share, number in zip(acceptance, drafts, strict=True)),
         notes=tuple(_notes(trace, found, options, acceptance)),
     )
 

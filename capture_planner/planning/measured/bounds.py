@@ -44,7 +44,10 @@ class GraphBound:
 
 
 PoolKey = tuple[Role | None, GraphMode]
-"""A pool, by its role where each has one, and the mode of the graphs that share their intermediates in it."""
+"""A pool, by its role where each has one, and the mode of the graphs that share their intermediates in it.
+
+NONE is what capturing takes once in the pool of a role.
+"""
 
 
 class BudgetBounds:
@@ -111,6 +114,8 @@ class BudgetBounds:
             pools[key] = max(
                 pools.get(key, 0), _in_bytes(cost.largest_mib) + _in_bytes(cost.mib_per_token) * size * ladder.unit
             )
+            if self._pool is Pool.PER_ROLE:
+                pools[ladder.role, GraphMode.NONE] = _in_bytes(self._costs.profile.base_mib)
         return pools
 
     def _pools_of(self, ladders: Iterable[Ladder]) -> int:
@@ -144,9 +149,8 @@ class BudgetBounds:
         return math.ceil(round(cost.seconds * MICRO) + cost.seconds_per_token * MICRO * size * ladder.unit)
 
     def _base(self, ladders: Iterable[Ladder]) -> int:
-        """Return the bytes that capturing takes once in each pool of these ladders."""
-        pools = {ladder.role if self._pool is Pool.PER_ROLE else None for ladder in ladders}
-        return len(pools) * _in_bytes(self._costs.profile.base_mib)
+        """Return the bytes that capturing takes once in the pool that these ladders share."""
+        return _in_bytes(self._costs.profile.base_mib) * (self._pool is Pool.SHARED and any(True for _ in ladders))
 
     def _measured(self, ladders: Sequence[Ladder]) -> Iterator[GraphBound]:
         budget = self._spec.budget

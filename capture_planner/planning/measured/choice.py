@@ -49,7 +49,7 @@ class MeasuredSizes:
     expected: float
     """The value of the objective, by the smoothed counts: milliseconds, or the worst ratio."""
     next_graph_ms: float
-    """Milliseconds that one more graph takes off the mean step."""
+    """Milliseconds that one more graph takes off the mean step, next to others of its ladder."""
     prior: float
     """The prior's part of the weight."""
     table: BudgetedTable

@@ -28,7 +28,7 @@ import attrs
 from capture_planner.errors import BudgetError, Problem
 from capture_planner.modes import Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured.allocation import SizeGroup, allocate, by_largest, by_sum, least_worst
+from capture_planner.planning.measured.allocation import TOLERANCE, SizeGroup, allocate, by_largest, by_sum, least_worst
 from capture_planner.planning.measured.bounds import MICRO, BudgetBounds, PoolKey
 from capture_planner.planning.measured.teams import SCALE, Team, eager_of, problem_of, ratio_alone, serves, waived
 from capture_planner.planning.sizing import Ladder
@@ -194,6 +194,9 @@ def _notes(
             f"{len(teams)} kinds of graphs have too many sets to try all: of the {MOST_SETS} that lose least and the "
             "cheapest of each number this is the best, and another may cost less"
         )
+    if table.groups and charged.seconds is None and len(bounds.all) == 1 and bounds.seconds is not None:
+        near = f"{float(TOLERANCE):.0%} more than all"
+        yield f"{bounds.seconds:g} s are more than the fewest sizes take that cost at most {near}"
     if table.groups and charged.seconds is not None and charged.is_estimate:
         yield (
             f"capturing takes {bounds.micros(sized) / MICRO:.3g} of {bounds.seconds:g} s; the search charged each "
@@ -517,7 +520,9 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
         changed = attrs.evolve(table, groups=groups, value=table.value + delta, worst=max(table.worst, worst))
         if holds(changed):
             table, room = changed, room - delta
-    return table
+    if table.waived:  # whose eager passes may be the worst
+        return table
+    return attrs.evolve(table, worst=max((each.group.problem.worst(each.indices) for each in table.groups), default=1))
 
 
 def _wanted(group: SizedGroup, today: Graphs) -> Callable[[int], bool]:

@@ -100,7 +100,10 @@ def bytes_of(known: Profile, budget: Budget, ladder: Ladder) -> int:
 
 
 def pools_of(inputs: PlanInputs | SimpleNamespace, known: Profile, ladders: list[Ladder]) -> int:
-    """Return the bytes of all pools: each is as large as its largest graph of each mode needs."""
+    """Return the bytes of all pools: each is as large as its largest graph of each mode needs.
+
+    A role with a pool of its own takes there what capturing takes once.
+    """
     apart = Pool.PER_ROLE in (inputs.spec.pool, known.pool)
     needs: dict[object, list[int]] = {}
     for ladder in ladders:
@@ -109,7 +112,8 @@ def pools_of(inputs: PlanInputs | SimpleNamespace, known: Profile, ladders: list
             tokens = size * (ladder.query_len or 1)
             need = int((cost.largest_mib + cost.mib_per_token * tokens) * MIB)
             needs.setdefault((ladder.role if apart else None, ladder.mode), []).append(need)
-    return sum(map(max, needs.values()))
+    captured = {ladder.role for ladder in ladders if ladder.sizes} if apart else set()
+    return sum(map(max, needs.values())) + len(captured) * int(known.base_mib * MIB)
 
 
 @settings(max_examples=max(settings.default.max_examples, 12))
@@ -129,8 +133,7 @@ def test_what_graphs_take_is_added_up_over_all_of_them(
     memory = sum(bytes_of(known, budget, ladder) * number for ladder, number in graphs.items())
     memory += pools_of(inputs, known, ladders)
     apart = Pool.PER_ROLE in (spec.pool, known.pool)
-    own = sum(1 for _ in {ladder.role for ladder in ladders}) if apart else 1
-    base = int(known.base_mib * MIB) * own
+    base = 0 if apart else int(known.base_mib * MIB)
     holds = True
     for kind in Kind:
         allowed = budget.allowed_of(kind)
@@ -145,7 +148,7 @@ def test_what_graphs_take_is_added_up_over_all_of_them(
     captured = {ladder.role for ladder in ladders if ladder.sizes}
     assert bounds.hold(ladders) == (holds or not captured)
     assert bounds.micros(ladders) == (seconds + Fraction(known.base_seconds) * bool(captured)) * MICRO
-    assert bounds.memory(ladders) == memory + int(known.base_mib * MIB) * (len(captured) if apart else bool(captured))
+    assert bounds.memory(ladders) == memory + base * bool(captured)
     assert bounds.is_estimate == any((cost := cost_of(known, each)) and cost.seconds_per_token for each in ladders)
     for ladder in ladders:
         assert bounds.has_pool([ladder]) == (
@@ -235,8 +238,8 @@ def test_graphs_of_several_tokens_take_those_of_every_request(
     memory = sum(bytes_of(known, budget, ladder) * len(ladder.sizes) for ladder in ladders)
     memory += pools_of(inputs, known, ladders)
     assert bounds.micros(ladders) == (seconds + Fraction(known.base_seconds)) * MICRO
-    pools = len({ladder.role for ladder in ladders}) if Pool.PER_ROLE in (spec.pool, known.pool) else 1
-    assert bounds.memory(ladders) - memory == int(known.base_mib * MIB) * pools
+    base = 0 if Pool.PER_ROLE in (spec.pool, known.pool) else int(known.base_mib * MIB)
+    assert bounds.memory(ladders) - memory == base
     for bound in bounds.all:
         if bound.path[1] == "graphs":
             kinds = [ladder for ladder in ladders if ladder.kind.value == bound.path[2]]

@@ -60,6 +60,7 @@ def test_preferred_sizes_cost_hardly_more(table: Table, today: set[int], largest
     with mock.patch.object(search, "NEARLY", NEARLY):
         found = with_preferred(table, graphs, holds)
     assert found.value == sum(each.cost for each in found.groups)
+    assert found.worst == max(each.group.problem.worst(each.indices) for each in found.groups)
     assert table.value <= found.value <= table.value * (1 + NEARLY)
     assert holds(found)
     for before, after in zip(table.groups, found.groups, strict=True):

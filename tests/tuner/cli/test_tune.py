@@ -15,9 +15,11 @@ from capture_planner.analysis.diff import diff
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.measuring.recorder import Recorder
-from capture_planner.modes import Reason, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
+from capture_planner.records.profile import CostCurve
+from support import log_lines
 from support.commands import Run
 from support.observing import observation_of
 from support.tuning import MODEL, profile, vllm_log
@@ -257,6 +259,45 @@ def _spec(call: Run) -> str:
     )
     assert call("plan", "spec.yaml", "-e", "h200", "-o", "spec.plan.yaml").code == 0
     return "spec.yaml"
+
+
+BY_KIND = """\
+version: 1
+model: {{name: {model}, num_layers: 36, num_heads: 32, num_kv_heads: 8, head_dim: 128, max_model_len: 40960}}
+limits: {{max_num_reqs: 8, max_num_tokens: 64}}
+mode: {mode}
+backend: flash_attention
+sizes: {{policy: explicit, num_tokens: [2, 35, 36, 53, 61], num_reqs: [1, 2, 3, 6, 8]}}
+budget: {{{budget}}}
+"""
+
+
+def test_a_budget_by_kind_holds_for_what_is_kept_of_today_too(call: Run) -> None:
+    """Without prompts in the load, today's graphs of mixed batches are kept; the kind has its bound all the same."""
+    lines = "".join(f"{log_lines.vllm_iteration(0, step, (0, 0), (5, 5))}\n" for step in range(3600))
+    Path("vllm.log").write_text(lines, "utf-8")
+    Path("spec.yaml").write_text(
+        BY_KIND.format(model=MODEL.name, mode="PIECEWISE", budget="graphs: {decode: 15, mixed: 2}"), "utf-8"
+    )
+    # Above 16 tokens a graph gains nothing, so the largest one of today is none that costs choose.
+    costs = profile()
+    pieces = CostCurve(role=Role.TARGET, mode=GraphMode.PIECEWISE, tokens=(8, 16, 17), milliseconds=(1.7, 1.8, 5.0))
+    curves = (pieces, *(each for each in costs.curves if each.mode is not GraphMode.PIECEWISE))
+    Path("profile.yaml").write_text(codec.dumps(replace(costs, curves=curves)), "utf-8")
+    assert tuned(call, "spec.yaml", "-e", "h200", *LOAD, "-o", "out")["verdict"] == "change"
+    (role,) = codec.load_plan("out/plan.yaml").roles
+    assert len(role.entries) <= 2
+
+
+def test_shares_of_a_budget_are_of_its_graphs(call: Run) -> None:
+    """Not of each number of graphs that is tried: the same bounds in numbers give the same table."""
+    Path("vllm.log").write_text(vllm_log(3600, (1, 3, 5, 7), longest=48), "utf-8")
+    found = []
+    for budget in ("graphs: {decode: 0.5, mixed: 0.25}", "graphs: {decode: 10, mixed: 5}"):
+        text = BY_KIND.format(model=MODEL.name, mode="FULL_AND_PIECEWISE", budget=f"max_graphs: 20, {budget}")
+        Path("spec.yaml").write_text(text, "utf-8")
+        found.append(tuned(call, "spec.yaml", "-e", "h200", *LOAD))
+    assert found[0] == found[1]
 
 
 def test_traffic_of_other_limits_is_counted_and_said(call: Run) -> None:

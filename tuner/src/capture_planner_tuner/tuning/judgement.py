@@ -494,7 +494,8 @@ def _expected(pricing: Pricing, steps: Mapping[Batch, int]) -> ExpectedSteps:
             key, extent = _key(each, families[role])
             # Shares are of the steps in which the role runs.
             total[role] += count
-            overheads[key[2], key[1]] += 0 if role.is_drafter else count
+            if not role.is_drafter:
+                overheads[_mode_of(each)] += count
             # The target's rows have whole steps, as that is what an observation can measure; a drafter's have passes.
             taken = each.milliseconds if role.is_drafter else step.milliseconds
             rows.setdefault(key, _Tally(extent, extent)).add(extent, taken, count)

@@ -38,14 +38,14 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
-from capture_planner.records.batch import Batch
+from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import ScheduleSource, Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
-from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
+from capture_planner.records.spec import Budget, KindGraphs, Policy, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
 from capture_planner_tuner.launch_line import LaunchLine, launch_line
@@ -602,7 +602,10 @@ def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) 
     stated = {name: value for name, value in bounds.items() if value is not None}
     # Sizes of a role's own would come before the measured ones.
     roles = {role.value: replace(spec.roles.of(role), sizes=None) for role in Role}
-    return replace(spec, sizes=sizes, roles=Roles(**roles), budget=replace(spec.budget, **stated))
+    budget = replace(spec.budget, **stated)
+    # Shares of the most graphs, not of each number of graphs that is tried.
+    kinds = {kind.value: budget.allowed_of(kind) or getattr(budget.graphs, kind.value) for kind in Kind}
+    return replace(spec, sizes=sizes, roles=Roles(**roles), budget=replace(budget, graphs=KindGraphs(**kinds)))
 
 
 def _usual(spec: Spec, environment: Environment, backends: Registry) -> frozenset[FindingKey]:

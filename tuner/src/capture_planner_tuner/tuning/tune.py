@@ -22,7 +22,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, extra_slots, kind_of, split_when
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Budget, Roles, Sizes, Spec
+from capture_planner.records.spec import Budget, KindGraphs, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner_tuner.tuning.judgement import (
     LEAST_LINES,
@@ -182,7 +182,7 @@ class ShiftRegret:
 def few(sentences: tuple[str, ...], most: int = 2) -> str:
     """Return some sentences as one, and how many more there are."""
     rest = len(sentences) - most
-    return "; ".join(sentences[:most]) + (f"; and {counted(rest, 'more')}" if rest > 0 else "")
+    return "; ".join(sentences[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def with_todays(spec: Spec, plan: Plan, today: Emulation, evidence: Evidence) -> Spec | None:
@@ -203,8 +203,11 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, evidence: Evidence) ->
     }
     roles = {role.value: replace(spec.roles.of(role), sizes=sizes.get(role)) for role in Role if role.is_drafter}
     target = sizes[Role.TARGET] or Sizes()
-    # Today's graphs run already, so a budget for new ones does not bound them.
-    budget = unbounded(spec.budget)
+    # Today's graphs run already, so a budget for new ones does not bound them; that of a kind of batch is for all.
+    kinds = {kind.value: spec.budget.allowed_of(kind) for kind in Kind}
+    if 0 in kinds.values():
+        return None
+    budget = replace(unbounded(spec.budget), graphs=KindGraphs(**kinds))
     return replace(spec, sizes=target, roles=Roles(target=spec.roles.target, **roles), budget=budget)
 
 
@@ -227,6 +230,9 @@ SHIFTED = 0.01
 
 MOST_GRAPHS = 256
 """Most graphs that are tried where no budget says how many, unless there are more today."""
+
+PADDED = "CP023"
+"""Code of the rule about heavy padding, which goes by tokens."""
 
 _WORSE = 0.05
 """Tables of fewer graphs are tried until they take longer by this share: they show what graphs buy."""
@@ -409,10 +415,13 @@ class TableSearch:
             yield f"with twice the load {each.name} would take {-regret.gain:.1%} more time than today's"
 
     def _warnings(self, each: Candidate) -> Iterator[str]:
-        warnings = (found for found in lint(each.plan) if found.severity is not Severity.NOTE)
-        unusual = (found for found in warnings if finding_key(found) not in self.case.usual)
-        if says := tuple(f"{found.rule.code} {found.diagnostic.message}" for found in unusual):
+        if says := tuple(f"{found.rule.code} {found.diagnostic.message}" for found in self._unusual(each)):
             yield f"check warns of {each.name}: {few(says)}"
+
+    def _unusual(self, each: Candidate) -> list[Finding]:
+        """Return what ``check`` warns of, except of what it would warn of with any sizes."""
+        warnings = (found for found in lint(each.plan) if found.severity is not Severity.NOTE)
+        return [found for found in warnings if finding_key(found) not in self.case.usual]
 
     def shift_of(self, each: Candidate) -> ShiftRegret:
         """Return how both sides do if the load doubles."""
@@ -421,7 +430,8 @@ class TableSearch:
             today=before.regret, proposed=after.regret, gain=1 - after.mean_step_ms / before.mean_step_ms
         )
 
-    def _is_admissible(self, each: Candidate, tier: TuningBounds) -> bool:
+    def _is_admissible(self, each: Candidate, tier: TuningBounds, *, warned: bool = False) -> bool:
+        """Return whether a table may be proposed within bounds; ``warned``: even if ``check`` warns of its padding."""
         if not tier.hold(each.chosen):
             return False
         # Where today exceeds the bounds it is no choice, and a slower table may be the best there is.
@@ -437,7 +447,7 @@ class TableSearch:
             return False
         obstacles = self.obstacles(each, tier)
         self.refused += [says for says in obstacles if says not in self.refused]
-        return not obstacles
+        return not obstacles or (warned and {found.rule.code for found in self._unusual(each)} == {PADDED})
 
     def most(self, tier: TuningBounds) -> int:
         """Return the most graphs that are tried within bounds."""
@@ -483,19 +493,31 @@ class TableSearch:
     def selected(self, tier: TuningBounds) -> Candidate | None:
         """Return the table within bounds whose graphs are worth their price; None: none is admissible.
 
+        Where today's graphs exceed the bounds and every such table is slower than them, one with heavy padding may be
+        the best there is: the time of its padding is known.
+        """
+        found = self._selected(tier)
+        if tier.hold(self.past) or (found is not None and not is_slower(self.past, found.chosen)):
+            return found
+        both = [each for each in (found, self._selected(tier, warned=True)) if each is not None]
+        return min(both, key=lambda each: (is_slower(self.past, each.chosen), each.chosen.rank), default=None)
+
+    def _selected(self, tier: TuningBounds, *, warned: bool = False) -> Candidate | None:
+        """Return the best table within bounds, each graph at its price.
+
         A table costs as much as its steps take longer, by the objective or in the mean: a few slow steps say nothing of
         all others. Each graph adds ``GRAPH`` to that. Around the best of the numbers of graphs that were tried it
         searches on, down to steps of an eighth.
         """
-        good = [each for each in self._halved(self.most(tier), tier) if self._is_admissible(each, tier)]
+        good = [each for each in self._halved(self.most(tier), tier) if self._is_admissible(each, tier, warned=warned)]
         if not good:
             return None
         # A few graphs may serve this traffic, and leave other loads far from what they could be.
         steady = any(each.plan.is_steady for each in good)
         good = [each for each in good if each.plan.is_steady or not steady]
-        least, mean = min(each.chosen.objective for each in good), min(each.chosen.mean_step_ms for each in good)
 
         def cost(each: Candidate) -> float:
+            least, mean = (min(figures) for figures in zip(*(other.chosen.rank for other in good), strict=True))
             longer = max(each.chosen.objective / least, each.chosen.mean_step_ms / mean)
             return longer * (1 + GRAPH * each.plan.num_graphs)
 
@@ -510,8 +532,9 @@ class TableSearch:
                     each = self.candidate(min(count, self.most(tier)), tier)
                 except BudgetError:
                     continue
-                if (each.plan.is_steady or not steady) and self._is_admissible(each, tier):
-                    selected = min(selected, each, key=cost)
+                if (each.plan.is_steady or not steady) and self._is_admissible(each, tier, warned=warned):
+                    good.append(each)
+            selected = min(good, key=cost)
         return selected
 
     def _halved(self, top: int, tier: TuningBounds) -> Iterator[Candidate]:
