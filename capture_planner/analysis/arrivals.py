@@ -147,7 +147,7 @@ class _Scheduler:
     def __attrs_post_init__(self) -> None:
         self._start = self._clock = self._waiting[0].arrival if self._waiting else 0.0
         self._slots = 0 if self._speculative is None else self._speculative.extra_slots
-        self._tokens, self._decode = cache(self._tokens_of), cache(self._decode_of)
+        self._tokens, self._decode = cache(lambda drafts: 1 + sum(self._acceptance[:drafts])), cache(self._decode_of)
 
     def run(self) -> Simulation:
         """Run until the last token, or until the window ends."""
@@ -240,10 +240,6 @@ class _Scheduler:
 
     def _drafts(self, num_reqs: int) -> int:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
-
-    def _tokens_of(self, drafts: int) -> float:
-        """Return the tokens that a decode of so many drafts makes of a request."""
-        return 1 + sum(self._acceptance[:drafts])
 
     def _decode_of(self, num_reqs: int) -> tuple[Batch, float]:
         """Return the batch of so many requests that decode, and the share of them that fit into it."""

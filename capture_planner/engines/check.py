@@ -564,12 +564,7 @@ def check_observation(observation: Observation) -> tuple[EngineFinding, ...]:
 
 def share(steps: int, total: int) -> str:
     """Write how many steps of a role something is about: ``20 of 400 steps (5.0%)``."""
-    return f"{steps:,} of {counted_steps(total)} ({steps / total:.1%})" if total else "no steps yet"
-
-
-def counted_steps(steps: int) -> str:
-    """Write a number of steps, which may be large."""
-    return "1 step" if steps == 1 else f"{steps:,} steps"
+    return f"{steps:,} of {counted(total, 'step')} ({steps / total:.1%})" if total else "no steps yet"
 
 
 NO_FIX = "no fix is known: capture-planner has no rules of {}'s flags, or its distribution is not installed"
@@ -623,7 +618,7 @@ def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Ite
         cost = [text for text, known in ((f"{sum(seconds):,.1f} s", seconds), (f"{sum(mib):,.0f} MiB", mib)) if known]
         message = (
             f"{role.role}: {len(unused)} of {counted(len(role.graphs), 'graph')} were not replayed in "
-            f"{counted_steps(role.steps)}, such as {unused[0].entry}"
+            f"{counted(role.steps, 'step')}, such as {unused[0].entry}"
         ) + (f"; their capture took {' and '.join(cost)}" if cost else "")
         yield Diagnosis(role.role, message, len(unused))
 

@@ -133,7 +133,9 @@ class Proof:
     """Number of admissible batches that were compared."""
     differences: tuple[BatchDifference, ...]
     unrun: tuple[Role, ...] = ()
-    """Roles of the plan that the engine does not run as forwards of their own; not compared."""
+    """Roles of the plan of which the engine is known to run no passes of their own; not compared."""
+    assumptions: tuple[str, ...] = ()
+    """What the emulation assumes."""
     unknown: int = 0
     """Number of batches that an observation has no answer for; not compared."""
 
@@ -450,6 +452,7 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
             for run in split_when(apart, differences)
         ),
         unrun=tuple(role for role in left.modes if role not in emulation.modes),
+        assumptions=emulation.assumptions,
         unknown=unknown,
     )
 

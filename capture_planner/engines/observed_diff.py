@@ -9,7 +9,7 @@ import attrs
 
 from capture_planner.analysis.diff import Change, differing_fields, graphs_text
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines.check import counted_steps, shape, share, why
+from capture_planner.engines.check import shape, share, why
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export import BatchDifference, Effect, compared, single
@@ -19,7 +19,7 @@ from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, union
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import ranges_text
+from capture_planner.records.text import counted, ranges_text
 
 
 @attrs.frozen(kw_only=True)
@@ -167,4 +167,4 @@ def _never_replayed(observation: Observation) -> Iterator[str]:
         unused = tuple(graph.entry for graph in role.graphs if not graph.replays)
         # Other traffic may need them, so it is no change.
         if unused and role.steps:
-            yield f"{role.role}: in {counted_steps(role.steps)}, no step ran on {graphs_text(unused)}"
+            yield f"{role.role}: in {counted(role.steps, 'step')}, no step ran on {graphs_text(unused)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -184,14 +184,6 @@ class Costs:
                 if self._pieces(family, nearest):
                     more = f", and {self._pieces(family, nearest):.3g} ms more for the pieces, up to the eager time"
                 yield f"times of {family_name(*family)} are taken from {known}, which the profile has{more}"
-
-    def waits(self, families: Iterable[Family]) -> Iterator[str]:
-        """Yield a sentence for each kind of graph of the target on which a step waits for the host."""
-        for role, mode, query_len, _ in families:
-            floor = 0.0 if role.is_drafter or mode is GraphMode.NONE else self.profile.floor(mode, query_len)
-            if floor:
-                name = family_name(role, mode, query_len, None)
-                yield f"steps on {name} wait for the host, so passes that add up to {floor:.3g} ms take no less"
 
     def bounds(self, families: Mapping[Family, int]) -> Iterator[str]:
         """Yield a sentence for each reach beyond which times are bounds; ``families``: each with its most tokens."""

@@ -20,8 +20,8 @@ def rounded_bytes(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count with its noun: ``1 token``, ``2 tokens``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Write a count with its noun: ``1 token``, ``2,000 tokens``."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def query_len_text(query_len: int | None, *, varies: bool) -> str:

@@ -162,7 +162,9 @@ def findings_report(
     for (title, fix, seen), alike in paragraphs.items():
         # Roles share the fix; their messages may differ.
         messages = []
-        for text, roles in grouped(alike, _unnamed).items():
+        for text, roles in grouped(
+            alike, lambda each: each.diagnosis.message.removeprefix(f"{each.diagnosis.role}: ")
+        ).items():
             message = roles[0].diagnosis.message
             # Several roles, or one whose name its message begins with: name them once, in front.
             if message != text:
@@ -185,10 +187,6 @@ def _paragraph(finding: EngineFinding) -> tuple[str, str, str]:
     """Return what is shown of a finding once, for all of several roles."""
     rule = finding.rule
     return f"{finding.severity.value}: {rule.code} {rule.name}", finding.fix, ", ".join(rule.threads)
-
-
-def _unnamed(finding: EngineFinding) -> str:
-    return finding.diagnosis.message.removeprefix(f"{finding.diagnosis.role}: ")
 
 
 # What an export loses ---------------------------------------------------------------------------
@@ -248,7 +246,8 @@ def _proof(proof: Proof) -> Iterator[Part]:
         f"{sum(each.batches for each in proof.differences)} are answered differently"
     )
     if proof.unrun:
-        yield f"run as no forward of their own: {', '.join(proof.unrun)}"
+        because = f", by what is assumed: {'; '.join(proof.assumptions)}" if proof.assumptions else ""
+        yield f"the engine runs no passes of their own of {', '.join(proof.unrun)}{because}"
     counts = ((effect, proof.count(effect)) for effect in Effect)
     if proof.differences:
         yield "; ".join(f"{count} {effect.value}" for effect, count in counts if count)

@@ -8,7 +8,7 @@ from typing import Any
 
 from capture_planner.analysis.data_parallel import explain_share, shape_text
 from capture_planner.codec import plain
-from capture_planner.engines.check import counted_steps, shape
+from capture_planner.engines.check import shape
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.step_times import step_times
 from capture_planner.modes import GraphMode, Reason, Role
@@ -27,7 +27,7 @@ def observation_report(observation: Observation) -> Report:
     title = f"{observation.engine} {observation.engine_version}: {_summary(observation)}"
     sections = [Section(name="engine", title=title, parts=(Grid.facts(_facts(observation)),))]
     for role in observation.roles:
-        heading = f"{role.role} {role.mode.value}, {counted(len(role.graphs), 'graph')}, {counted_steps(role.steps)}"
+        heading = f"{role.role} {role.mode.value}, {counted(len(role.graphs), 'graph')}, {counted(role.steps, 'step')}"
         sections.append(Section(name=role.role, title=heading, parts=_role(role)))
     rows = ((each.role, each.rule, each.before, each.after, each.message) for each in observation.decisions)
     rest: list[Part] = []
@@ -43,9 +43,9 @@ def observation_report(observation: Observation) -> Report:
 
 def _summary(observation: Observation) -> str:
     graphs = counted(observation.num_graphs, "graph")
-    steps = [role.steps for role in observation.roles]
+    passes = sum(role.steps for role in observation.roles)
     eager = sum(role.eager_steps for role in observation.roles)
-    return f"{graphs}, {counted_steps(sum(steps))}" + (f", {eager / sum(steps):.1%} eager" if sum(steps) else "")
+    return f"{graphs}, {passes:,} passes" + (f", {eager / passes:.1%} eager" if passes else "")
 
 
 def _facts(observation: Observation) -> Iterator[tuple[str, str]]:
@@ -81,7 +81,7 @@ def _mean_step(observation: Observation) -> str | None:
         return None
     stalls = sum(role.stalls for role in observation.roles)
     apart = f"; {counted(stalls, 'stall')} apart" if stalls else ""
-    return f"{times.mean_ms:.3f} ms, standard error {times.error_ms:.2g} ms, of {counted_steps(times.steps)}{apart}"
+    return f"{times.mean_ms:.3f} ms, standard error {times.error_ms:.2g} ms, of {counted(times.steps, 'step')}{apart}"
 
 
 def _accepted(observation: Observation) -> Iterator[str]:

@@ -181,8 +181,7 @@ def _measured_line(budget: Budget, forecast: Forecast) -> str | None:
     }
     used = [text for text, limit in taken.items() if limit is not None]
     gain = f"; one more graph next to others takes {forecast.next_graph_ms:.2g} ms off the mean step"
-    gain *= forecast.graphs > 0
-    return f"budget: {', '.join(used)}, by the profile{gain}" if used else None
+    return f"budget: {', '.join(used)}, by the profile{gain * (forecast.graphs > 0)}" if used else None
 
 
 # Which graph serves a batch ----------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_more_accepted_than_drafted_is_refused(run: Run, of_plan: str, accepted:
 def test_show_has_what_was_captured_and_what_ran(run: Run, of_plan: str) -> None:
     shown = run("show", of_plan)
     assert shown.code == 0
-    for text in ("vllm 0.33.0: 126 graphs, 50 steps, 10.0% eager", "NVIDIA H100", "4321 blocks", "2.5 s"):
+    for text in ("vllm 0.33.0: 126 graphs, 50 passes, 10.0% eager", "NVIDIA H100", "4,321 blocks", "2.5 s"):
         assert text in shown.out
     assert "draft 1: 80.0%, draft 2: 40.0%, draft 3: 20.0%, 2.40 tokens" in shown.out
     rows = [line.split() for line in shown.out.splitlines()]

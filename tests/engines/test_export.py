@@ -154,6 +154,7 @@ def test_proof_counts_each_graph_once(engine, planned):
     assert len(proof.same) + len(proof.lacks) == planned.num_graphs
     assert len(proof.same) + len(proof.adds) == len(emulation.graphs)
     assert all(loss.cost == proof.cost(loss.scope) for loss in proven.losses)
+    assert proof.assumptions == emulation.assumptions
     assert plain(proven)["proof"]["exact"] is proof.exact
 
 
@@ -168,6 +169,7 @@ def test_nothing_is_lost_only_where_the_proof_says_so(engine, planned):
     assert ("nothing of the plan is lost" in text) is not lost
     assert ("names no loss" in text) is lost
     assert (proof.loss is None) is not lost
+    assert ("runs no passes of their own of" in text) is bool(proof.unrun)
 
 
 @given(NAMES, PLANS)

@@ -14,11 +14,12 @@ from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic import SourceOptions, fitting
+from capture_planner.measuring.traffic import SourceOptions, TraceLimits, fitting
 from capture_planner.measuring.traffic.fitting import rounded_up
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
-from capture_planner.records.spec import Spec
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Limits, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from support import log_lines
 from support.examples import at_most
@@ -152,6 +153,25 @@ def test_traces_run_through_the_scheduler(tmp_path):
     traffic = read_traffic([str(path)])[0]
     assert shapes(traffic) == {(1, 100, None): 1, (1, 1, 1): 4}
     assert traffic.notes[0].startswith("assumed limits")
+
+
+def test_a_position_counts_the_steps_that_drafted_it(tmp_path):
+    """Under a schedule large batches draft one token, and no third draft of theirs is accepted."""
+    path = tmp_path / "trace.csv"
+    path.write_text("t,in_len,out_len\n" + "".join(f"0,20,{5 * length}\n" for length in range(1, 61)))
+    speculative = Speculative(
+        method=Method.EAGLE3, num_tokens=3, schedule=((1, 4, 3), (5, 64, 1)), acceptance=(0.8, 0.6, 0.4)
+    )
+    limits = TraceLimits(limits=Limits(max_num_reqs=64, max_num_tokens=512), speculative=speculative)
+    traffic = read_traffic([str(path)], SourceOptions(deployment=limits))[0]
+    decodes = [each for each in traffic.batches if each.past_prompt and each.role is Role.TARGET]
+    drafted = [
+        sum(each.count * each.num_reqs for each in decodes if speculative.draft_tokens(each.num_reqs) > position)
+        for position in range(3)
+    ]
+    assert 0 < drafted[2] < drafted[0]
+    assert traffic.drafted == tuple(drafted)
+    assert traffic.accepted == tuple(round(share * each) for share, each in zip((0.8, 0.6, 0.4), drafted, strict=True))
 
 
 @pytest.mark.parametrize(

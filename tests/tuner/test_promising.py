@@ -15,9 +15,11 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest, replace
+from capture_planner.records.batch import Batch
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Overhead
 from capture_planner.records.promise import MAX_PROMISED, PromisedSteps
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -107,6 +109,19 @@ def test_law16_rows_add_up_to_the_mean_step(traffic: Traffic) -> None:
         assert math.isclose(sum(row.milliseconds * row.share for row in target), mean, rel_tol=1e-4)
         assert math.isclose(sum(row.share for row in target), 1.0, rel_tol=1e-4)
         assert 0 < side.error_ms < mean
+
+
+@pytest.mark.parametrize("mode", [GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE])
+def test_error_of_a_mean_has_that_of_each_overhead(mode: GraphMode) -> None:
+    """By how the target ran, as profiles have it: a PIECEWISE graph has no query length, whatever runs on it."""
+    made = plan(replace(SPEC, mode=mode, sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=(64,))), H200, BACKENDS)
+    ways = ((GraphMode.PIECEWISE, None), (GraphMode.FULL, 3), (GraphMode.NONE, 3))
+    overheads = [Overhead(mode=way, query_len=width, milliseconds=0.5, error=0.4, steps=9) for way, width in ways]
+    costs = replace(profile(SPEC.active_roles, speculative=SPEC.speculative, spread=0.0), overheads=tuple(overheads))
+    own = Pricing(emulation_of(made), Costs(costs))
+    steps = {Batch.decode(Role.TARGET, number, 3): 100 for number in range(1, 65)}
+    for side in (promise_of(own, own, steps).before, promise_of(own, own, steps).after):
+        assert side.error_ms == pytest.approx(0.4)
 
 
 @given(st.data())

@@ -157,7 +157,7 @@ def test_what_more_buys_may_take_less_of_something(
     """A price has no sign; one that does not change is the proposal's, not today's."""
     beyond = Beyond(gain=0.05, graphs=graphs, memory_mib=memory, seconds=seconds, bounds=TuningBounds(graphs=7))
     (line,) = beyond_of(attrs.evolve(report, tuning=attrs.evolve(report.tuning, beyond=beyond)))
-    assert line.startswith(f"{says[0]}, the mean step takes 5% less")
+    assert line.startswith(f"{says[0]}, the mean step is 5% shorter")
     assert f"with {says[1]}; give --max-graphs 7." in line
 
 

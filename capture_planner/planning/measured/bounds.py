@@ -44,10 +44,7 @@ class GraphBound:
 
 
 PoolKey = tuple[Role | None, GraphMode]
-"""A pool, by its role where each has one, and the mode of the graphs that share their intermediates in it.
-
-NONE is what capturing takes once in the pool of a role.
-"""
+"""A pool, by its role where each has one, and the mode of the graphs that share it; NONE: what it takes once."""
 
 
 class BudgetBounds:

@@ -137,7 +137,6 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         *_about_ladders(teams, ladders, table.ladders, demand),
         *costs.assumptions([ladder.family for ladder in active]),
         *(f"assumed: {each}" for each in costs.bounds(reach)),
-        *(f"assumed: {each}" for each in costs.waits(reach)),
     )
     sized = tuple(_priced(ladder, costs) for ladder in table.ladders)
     return MeasuredSizes(

@@ -185,9 +185,9 @@ def _notes(
     first = aim.limits[0]
     if first.decodes is not None and table.limit != first:
         yield (
-            f"the budget holds no sizes with which every step takes at most {float(first.decodes - 1):.0%} longer than "
-            f"on a graph of its own size, at a price of at most {float(PRICE):.1%} of a mean step; the bound is "
-            f"{table.limit} in place of it, and with these sizes one takes up to {float(table.worst - 1):.0%} longer"
+            f"of the sizes tried the budget holds none by which each step takes at most {float(first.decodes - 1):.0%} "
+            f"longer than on a graph of its own size, at a price of at most {float(PRICE):.1%} of a mean step; the "
+            f"bound is {table.limit} in its place, and with these one takes up to {float(table.worst - 1):.0%} longer"
         )
     if not table.proven:
         yield (
@@ -195,8 +195,7 @@ def _notes(
             "cheapest of each number this is the best, and another may cost less"
         )
     if table.groups and charged.seconds is None and len(bounds.all) == 1 and bounds.seconds is not None:
-        near = f"{float(TOLERANCE):.0%} more than all"
-        yield f"{bounds.seconds:g} s are more than the fewest sizes take that cost at most {near}"
+        yield f"{bounds.seconds:g} s are more than the fewest sizes within {float(TOLERANCE):.0%} of every size take"
     if table.groups and charged.seconds is not None and charged.is_estimate:
         yield (
             f"capturing takes {bounds.micros(sized) / MICRO:.3g} of {bounds.seconds:g} s; the search charged each "

@@ -215,7 +215,7 @@ def test_table_says_what_keeps_another_from_costing_more(
     assert found.warning is None
     # The first and loosest bound, of none at all, is kept: what it leads to is within the budget.
     assert charged == ([None] if per_token else [90.0])
-    alone = [] if memory or not per_token else ["90 s are more than the fewest sizes take that cost at most 1% more"]
+    alone = [] if memory or not per_token else ["90 s are more than the fewest sizes within 1% of every size take"]
     words = [] if proven else [f"{len(teams)} kinds of graphs have too many sets to try all: of the 1024 "]
     words += alone
     if memory is not None and mixed == 2:

@@ -269,24 +269,3 @@ def test_regret_is_what_the_mean_step_takes_longer(mean: float, every: float, re
     judgement = Judgement(steps=1, mean_step_ms=mean, every_size_ms=every, eager_share=0.0, times=())
     assert judgement.regret == pytest.approx(regret)
     assert attrs.evolve(judgement, steps=0).percentile(50) == 0
-
-
-@given(profiles(), st.data())
-def test_graphs_on_which_a_step_waits_for_the_host_are_named(known: Profile, data: st.DataObject) -> None:
-    """With the time that it waits: an eager pass has no size to choose, and a drafter's passes are part of the step."""
-    floors = [data.draw(st.sampled_from((0.0, 12.5))) for _ in known.overheads]
-    overheads = zip(known.overheads, floors, strict=True)
-    known = replace(known, overheads=tuple(replace(each, floor=floor) for each, floor in overheads))
-    families = [
-        (role, mode, length, None) for role in Role for mode in (FULL, PIECEWISE, EAGER) for length in (None, 1)
-    ]
-    said = [*Costs(known).waits(families)]
-    waiting = [
-        (mode, length)
-        for role, mode, length, _ in families
-        if role is Role.TARGET and mode is not EAGER and known.floor(mode, length)
-    ]
-    assert len(said) == len(waiting)
-    for sentence, (mode, _) in zip(said, waiting, strict=True):
-        assert f"target {mode.value} (" in sentence
-        assert "12.5 ms" in sentence

@@ -350,7 +350,12 @@ def test_engine_without_a_plugin_runs_as_it_is(loop: Loop) -> None:
         (("--auto", "x"), "the engine's command is missing"),
         (("--auto", "x", "--", "A=1"), "the engine's command is missing"),
         (("--auto", "x", "--observe", "y", "--", *SERVE), "--observe goes without --auto"),
-        (("--auto", "x", "--strict", "--", *SERVE), "--strict goes without --auto"),
+        (
+            ("--auto", "x", "--strict", "--", *SERVE),
+            "--strict goes without --auto, which starts the engine in any case",
+        ),
+        (("--auto", "x", "plan.yaml", "--", *SERVE), "plan.yaml is no command; --auto takes no PLAN"),
+        (("--tune-seconds", "5", "--observe", "y", "--", *SERVE), "--tune-seconds goes with --auto"),
         (("--auto", "--", "vllm", "serve", "m"), "--auto needs a FOLDER"),
     ],
 )
@@ -374,6 +379,8 @@ def test_journal_is_a_table(loop: Loop) -> None:
     assert [codec.structure(each, JournalRecord) for each in data["records"]] == list(loop.journal)
     missing = loop.call("journal", str(loop.folder / "none"))
     assert "no such folder" in missing.err
+    other = loop.call("journal", str(loop.folder / "runs"))
+    assert (other.code, "has no journal: launch --auto has started nothing there" in other.err) == (1, True)
 
 
 def test_compare_finds_the_plan_in_the_folder(loop: Loop) -> None:

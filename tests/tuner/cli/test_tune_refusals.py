@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from capture_planner import codec
+from capture_planner.cli.common import Output
+from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
 from support.commands import Run
 from support.tuning import MODEL, profile, vllm_log
@@ -114,6 +116,36 @@ def test_costs_of_other_ranks_or_another_model_are_an_estimate(call: Run) -> Non
         assert (each["verdict"], each["estimate"]) == ("change", True)
         assert each["needed"].startswith("this is an estimate by the costs of another deployment; for a promise, ")
     assert [codec.load_plan(f"{each}/plan.yaml").promise for each in ("ranks", "model")] == [None, None]
+
+
+def test_decodes_of_another_number_of_drafts_promise_nothing(call: Run) -> None:
+    """They count with their tokens, and will not run here."""
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5, 9), width=4, longest=20), "utf-8")
+    data = tuned(call, *FLAGS, *LOAD, "--query-len", "4", "-o", "other")
+    assert (data["verdict"], data["estimate"]) == ("change", False)
+    assert any(note.startswith("nothing is promised: decodes of another query length") for note in data["notes"])
+    assert codec.load_plan("other/plan.yaml").promise is None
+
+
+def test_the_folder_is_there_before_anyone_reads_the_report(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader such as head may be gone by then, and the command ends."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise CapturePlannerError("gone")
+
+    monkeypatch.setattr(Output, "show", gone)
+    assert "gone" in call("tune", *FLAGS, *LOAD, "-o", "early").err
+    assert codec.load_plan("early/plan.yaml").num_graphs
+
+
+def test_figures_beyond_all_that_is_real_have_their_place(call: Run) -> None:
+    """A time that no arithmetic on it survives."""
+    text = Path("profile.yaml").read_text("utf-8").replace("seconds: 0.05", "seconds: 1.0e+306", 1)
+    Path("profile.yaml").write_text(text, "utf-8")
+    ran = call("tune", *FLAGS, *LOAD)
+    assert ran.code == 1
+    assert "profile.yaml:" in ran.err
+    assert "seconds: must be at most 1e+12" in ran.err
 
 
 def test_a_device_without_a_profile_is_estimated_by_the_nearest(call: Run) -> None:

@@ -245,7 +245,7 @@ def _is_worth(history: AutoHistory, base: SeenRun, own: Sequence[int], findings:
 def _reason(history: AutoHistory, own: Sequence[int], start: DeploymentKey, best: JournalRecord | None) -> str:
     if best is not None:
         return f"the plan of run {best.run} is the best one known"
-    if not history.starts:
+    if not history.starts or all(run.facts is None for run in history.by_run.values()):
         return "nothing was observed yet"
     if not own:
         return f"what was observed is of another deployment ({_changed(history, start)})"
@@ -277,7 +277,7 @@ def _observed(history: AutoHistory, own: Sequence[int]) -> str:
     number = own[-1]
     run = history.by_run.get(number)
     if run is None or run.facts is None:
-        return f"run {number} left no observation"
+        return f"run {number} left no observation that can be read"
     under = "by itself" if run.plan is None else f"under {short(run.plan)}"
     says = f"run {number} {under}, {counted(run.steps, 'step')}"
     return says if run.verdict is None else f"{says}; promise {run.verdict.value.replace('_', ' ')}: {run.reason}"

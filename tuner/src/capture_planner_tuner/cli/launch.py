@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import which
 
 import click
+from click.core import ParameterSource
 
 from capture_planner import codec
 from capture_planner.cli import options
@@ -116,6 +117,8 @@ def journal(folder: Path, to: Output) -> None:
     if not folder.is_dir():
         raise click.UsageError(f"{folder}: no such folder; name the one of launch --auto.")
     contents = JournalFolder(folder).read(live=True)
+    if not contents.journal and not contents.problems:
+        raise click.UsageError(f"{folder} has no journal: launch --auto has started nothing there.")
     show_notes(contents.problems)
     records = [codec.to_data(each) for each in contents.journal]
     to.show(lambda: {"records": records}, lambda: journal_report(contents.journal))
@@ -170,6 +173,8 @@ def launch(
         if code is None:
             _show(prepared.variables, prepared.words)
         click.get_current_context().exit(code or 0)
+    if click.get_current_context().get_parameter_source("tune_seconds") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--tune-seconds goes with --auto, which alone tunes before a start.")
     if plan_file is None or _is_program(plan_file, command):
         if observe is None:
             raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
@@ -243,7 +248,12 @@ def _auto_words(folder: Path, command: Sequence[str | None], others: Mapping[str
         raise click.UsageError(f"the engine's command is missing: {example}")
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
-        raise click.UsageError(f"{given} goes without --auto, which observes and profiles by itself.")
+        reason = (
+            "which starts the engine in any case" if given == "--strict" else "which observes and profiles by itself"
+        )
+        raise click.UsageError(f"{given} goes without --auto, {reason}.")
+    if words[0].endswith((".yaml", ".yml")):
+        raise click.UsageError(f"{words[0]} is no command; --auto takes no PLAN, as it chooses the plan by itself.")
     return words
 
 

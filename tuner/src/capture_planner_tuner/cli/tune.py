@@ -152,6 +152,7 @@ def _objective(text: str) -> str:
 @click.option(
     "--objective",
     type=ParsedText("token|mean|pNN|regret", _objective),
+    metavar="token|mean|pNN|regret",
     help="Objective to minimize: the time between two outputs of a request, the mean step, a percentile such as p99, "
     "or the worst step against a graph of its size. Default: the spec's, or token.",
 )
@@ -171,7 +172,7 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     the first two thirds of the traffic, and both sides are judged on the last third.
 
     Of an observation with costs (CAPTURE_PLANNER_PROFILE=1), those are taken, and the figures can be promised. By
-    any other profile than one of this deployment the answer is an estimate, and takes no graph away.
+    any other profile than one of this deployment the answer is an estimate, and no batch loses its graph.
 
     The verdict is change, keep, over_budget or too_little_data. The last two have exit code 2. Only a change is
     written to FOLDER.
@@ -208,12 +209,14 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
     if line is not None:
         commands = () if line.command is None else (line.command,)
         found = attrs.evolve(found, commands=commands, notes=(*found.notes, *line.notes))
-    # The page goes into the folder, which _write would make after it.
+    # The page goes into the folder; and a reader of the report may be gone before its end, as head is.
+    written = None if output is None else _write(output, found)
     if output is not None and inside:
         output.mkdir(exist_ok=True)
     to.show(lambda: found, lambda: tune_report(found))
-    if output is not None:
-        _write(output, to, found)
+    if written is not None:
+        # With --format json, standard output is the document and nothing else.
+        click.echo(written, err=to.is_json)
     if found.tuning.verdict in (TuneVerdict.OVER_BUDGET, TuneVerdict.TOO_LITTLE_DATA):
         click.get_current_context().exit(FINDINGS)
 
@@ -250,17 +253,15 @@ def _folder_conflict(folder: Path, files: Sequence[str]) -> str | None:
     return f"{folder} has other files, such as {others[0]}; name a new folder" if others else None
 
 
-def _write(folder: Path, to: Output, found: TuneResult) -> None:
-    """Write what reproduces the plan, and the command that uses it."""
+def _write(folder: Path, found: TuneResult) -> str:
+    """Write what reproduces the plan, and the command that uses it; return what was written, in a sentence."""
     texts = found.texts()
     if not texts:
-        # With --format json, standard output is the document and nothing else.
-        click.echo(f"nothing is written to {folder}: no change is proposed", err=to.is_json)
-        return
+        return f"nothing is written to {folder}: no change is proposed"
     script = found.script()
     if script is not None:
         texts[LAUNCH_FILE] = script
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         codec.write(folder / name, text)
-    click.echo(f"written to {folder}: {', '.join(texts)}", err=to.is_json)
+    return f"written to {folder}: {', '.join(texts)}"

@@ -113,8 +113,8 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
         room = _room(result, beyond.memory_mib)
         than = "" if result.plan is None else " than the proposal"
         yield (
-            f"with {_more(beyond.memory_mib, '{:,.0f} MiB')}{room}, the {subject_of(tuning.objective)} takes "
-            f"{beyond.gain:.0%} less{than}, with {_more(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
+            f"with {_more(beyond.memory_mib, '{:,.0f} MiB')}{room}, the {subject_of(tuning.objective)} is "
+            f"{beyond.gain:.0%} shorter{than}, with {_more(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
             f"{_more(beyond.seconds, '{:.1f} s')} of start-up; give {' '.join(flags_of(beyond))}."
         )
     elif (

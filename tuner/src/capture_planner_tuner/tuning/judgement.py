@@ -381,18 +381,18 @@ def verdict_on(
     savings = _savings(today, proposed)
     parts = (noise.measuring / today.objective, noise.sampling / today.objective)
     bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, traffic {parts[1]:.1%})"
-    subject = f"the {subject_of(objective)} takes"
+    subject = f"the {subject_of(objective)}"
     slower = proposed.mean_step_ms / today.mean_step_ms - 1
     # First what speaks against a change: no saving makes up for slower steps.
     if is_slower(today, proposed):
         if gain < 0:
-            return TuneVerdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.2%} more time"
-        return TuneVerdict.KEEP, f"the mean step would take {slower:.2%} more time"
+            return TuneVerdict.KEEP, f"{subject} would be {-share:.2%} longer"
+        return TuneVerdict.KEEP, f"the mean step would be {slower:.2%} longer"
     if gain > noise.total:
-        return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}"
+        return TuneVerdict.CHANGE, f"{subject} is {share:.1%} shorter, more than the {bound}"
     if savings:
         saves, dearer = f"the plan saves {', '.join(savings)}", _dearer(today, proposed)
-        same = f"{subject} the same time within the {bound}"
+        same = f"{subject} is the same within the {bound}"
         if dearer:
             return TuneVerdict.KEEP, f"{saves}, but takes {', '.join(dearer)}, and {same}"
         return TuneVerdict.CHANGE, f"{saves}, and {same}"

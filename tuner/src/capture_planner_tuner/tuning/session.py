@@ -241,6 +241,8 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
     elif seen and given is None:
         why = f": {source.name} lacks times of graphs, or of steps without one, or what capturing took"
     says, engine = f"this is an estimate{why}; for a promise, ", subject.engine
+    if given is not None and subject.observed_here is not None and _observed(subject) is not None:
+        return f"{says}leave out --profile: {source.name} has its own"
     # Graphs are timed by the plugin inside an engine, which launch starts it with.
     if engine is not None and engine.launch is None:
         own = f"{subject.derived.spec.model.name} on {subject.environment.device.name}"
@@ -265,6 +267,8 @@ class TuneLoad:
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
     """Assumptions about the load of another deployment."""
+    is_foreign: bool = False
+    """Whether some decodes are of another number of drafts than this deployment makes, so that nothing is promised."""
     blocks: tuple[Mapping[Batch, int], ...] = ()
     """``judged`` in stretches of the order of time, to judge noise by; none where a source has no order."""
     traces: tuple[RequestTrace, ...] = ()
@@ -330,6 +334,7 @@ def load_of(
         held_out=held_out,
         notes=(*(note for note in notes if note not in simulated), *[unordered][: not readings[1].blocks]),
         assumptions=(*(steps[1].assumptions or steps[0].assumptions), *simulated),
+        is_foreign=any(each.assumptions for each in steps),
         blocks=tuple(steps_of(Traffic(sources=(), batches=each), deployment).counts for each in readings[1].blocks),
         traces=readings[1].traces,
     )
@@ -547,7 +552,7 @@ def tuned(
     except PlanningError as error:
         raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
     # Only costs of the engine itself are promised: an observation under the plan will be held against them.
-    if tuning.plan is not None and tuning.pricings is not None and not tuning.is_estimate:
+    if tuning.plan is not None and tuning.pricings is not None and not (tuning.is_estimate or load.is_foreign):
         promise = promise_of(*tuning.pricings, load.judged.counts)
         plan = replace(tuning.plan, promise=promise)
         tuning = attrs.evolve(tuning, plan=plan)
@@ -569,7 +574,12 @@ def tuned(
         first=missing_costs(subject, options.profile) if near.is_estimate else None,
         assumptions=tuple(assumptions_of(subject, tuning, near, load, accepted)),
         latencies=_latencies(tuning, load, reads),
-        notes=(*load.notes, *tuning.notes, *([] if load.traffic.has_prompts else [MIXED_STAY])),
+        notes=(
+            *load.notes,
+            *tuning.notes,
+            *([] if load.traffic.has_prompts else [MIXED_STAY]),
+            *([OTHER_DRAFTS] if load.is_foreign else []),
+        ),
         churn=churn,
     )
 
@@ -680,6 +690,8 @@ def _latencies(tuning: Tuning, load: TuneLoad, options: SourceOptions) -> tuple[
 
 MIXED_STAY = "mixed batches keep the graphs that they have: traffic without prompts is no reason to drop them"
 
+OTHER_DRAFTS = "nothing is promised: decodes of another query length are none that this deployment will run"
+
 
 def assumptions_of(
     subject: TuneSubject, tuning: Tuning, near: TuneCosts, load: TuneLoad, accepted: float | None
@@ -724,7 +736,7 @@ def _assumed_times(tuning: Tuning, costs: Costs) -> Iterator[tuple[float, str]]:
         for family, count in _served(pricing, tuning.judging).items():
             shares[family] = max(shares.get(family, 0.0), count / total)
     for family in sorted(shares, key=lambda family: family_name(*family)):
-        for says in (*costs.assumptions([family]), *costs.waits([family])):
+        for says in costs.assumptions([family]):
             yield shares[family], says
 
 

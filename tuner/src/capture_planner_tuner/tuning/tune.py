@@ -751,7 +751,7 @@ def _too_little(case: TuneCase) -> str:
 
 def _change(before: SideFigures, after: SideFigures, objective: str) -> str:
     change = after.objective / before.objective - 1
-    return f"the {subject_of(objective)} takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
+    return f"the {subject_of(objective)} is {abs(change):.1%} {'longer' if change > 0 else 'shorter'}"
 
 
 def _wider(room: TuningBounds, own: TuningBounds) -> TuningBounds:
