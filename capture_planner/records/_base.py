@@ -100,8 +100,8 @@ Count = Annotated[int, Interval(1, 1 << 20)]
 NonNegative = Annotated[int, Interval(0, 1 << 20)]
 ByteCount = Annotated[int, Interval(0, 1 << 60), BYTES]
 Tally = Annotated[int, Interval(0)]
-# No time, memory or count of anything real is larger, and sums of these stay finite.
-Amount = Annotated[float, Number(ge=0, le=1e12)]
+Amount = Annotated[float, Number(ge=0, le=1e12)]  # nothing that was measured is larger
+Sum = Annotated[float, Number(ge=0)]
 Positive = Annotated[float, Number(gt=0, le=1e12)]
 Share = Annotated[float, Number(ge=0, le=1)]
 Name = Annotated[

@@ -10,12 +10,12 @@ from typing import Annotated
 from capture_planner.errors import DispatchError, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
-    Amount,
     ByteCount,
     Count,
     Name,
     NonNegative,
     Pattern,
+    Sum,
     digest,
     duplicates,
     field,
@@ -176,21 +176,19 @@ class Forecast:
     traffic: Digest | None = field("digest of the traffic; None: flat, where none was given", default=None)
     profile: Digest = field("digest of the profile")
     objective: Objective = field("minimized figure: mean, token, a percentile, or regret", default="mean")
-    expected: Amount = field("value of the objective: milliseconds, or the worst ratio for regret")
-    mean_step_ms: Amount = field("mean time of a step of the traffic, in milliseconds")
+    expected: Sum = field("value of the objective: milliseconds, or the worst ratio for regret")
+    mean_step_ms: Sum = field("mean time of a step of the traffic, in milliseconds")
     regret: float = field("excess of the mean step over that with every size captured, as a share")
-    eager_share: Amount = field("share of steps in which a pass runs eager")
+    eager_share: Sum = field("share of steps in which a pass runs eager")
     graphs: NonNegative = field("graphs captured")
-    mib: Amount = field("device memory of the graphs, in MiB")
-    seconds: Amount = field("time to capture, in seconds")
-    next_graph_ms: Amount = field(
-        "saving of one more graph next to others of its ladder, in milliseconds of the mean step", default=0.0
-    )
-    slowdown: Amount = field(
+    mib: Sum = field("device memory of the graphs, in MiB")
+    seconds: Sum = field("time to capture, in seconds")
+    next_graph_ms: Sum = field("saving of one more graph next to others, in ms of the mean step", default=0.0)
+    slowdown: Sum = field(
         "most excess of a step over that on a graph of its own size, as a share; 0 for regret", default=0.0
     )
-    max_slowdown: Amount = field("bound on that excess; 0 for regret", default=0.0)
-    prior: Amount = field("weight of the flat prior and of smoothing against the counts of the traffic, as a share")
+    max_slowdown: Sum = field("bound on that excess; 0 for regret", default=0.0)
+    prior: Sum = field("weight of the flat prior and of smoothing against the counts of the traffic, as a share")
 
 
 @record

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records._base import Amount, Count, Interval, Name, Share, field, record
+from capture_planner.records._base import Count, Interval, Name, Share, Sum, field, record
 
 MAX_PROMISED = 256
 """Most rows of one side of a promise: neighbours of one kind and mode are merged beyond it."""
@@ -30,7 +30,7 @@ class PromisedSteps:
     first: Count = field("smallest extent: requests of a decode, tokens of a mixed batch")
     last: Count = field("largest extent")
     mode: GraphMode = field("FULL or PIECEWISE graphs; NONE: eager")
-    milliseconds: Amount = field("mean time of a step")
+    milliseconds: Sum = field("mean time of a step")
     share: Share = field("share of the role's steps, in the traffic that the plan was judged on")
 
     def _problems(self) -> Iterator[Problem]:
@@ -44,8 +44,8 @@ class PromisedSteps:
 class ExpectedSteps:
     """One side of a promise: what steps were expected to take."""
 
-    mean_step_ms: Amount = field("mean time of a step until the next, in milliseconds")
-    error_ms: Amount = field("standard error of that mean, from the costs, in milliseconds")
+    mean_step_ms: Sum = field("mean time of a step until the next, in milliseconds")
+    error_ms: Sum = field("standard error of that mean, from the costs, in milliseconds")
     rows: tuple[PromisedSteps, ...] = field("the same by role and shape", default=())
 
     def _problems(self) -> Iterator[Problem]:

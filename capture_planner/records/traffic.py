@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Interval, Number, Tally, field, record
+from capture_planner.records._base import Interval, Sum, Tally, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
 Steps = Annotated[int, Interval(1)]
@@ -63,8 +63,7 @@ class Traffic:
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
     sources: tuple[str, ...] = field("names of the files that it was read from, each with its format")
-    # Without a largest value, as the times of sources add up.
-    seconds: Annotated[float, Number(ge=0)] | None = field("time that the counts cover; None: unknown", default=None)
+    seconds: Sum | None = field("time that the counts cover; None: unknown", default=None)
     batches: tuple[TrafficCount, ...] = field(
         "batch shapes with their counts, by role", converter=lambda counts: tuple(sorted(counts, key=_place))
     )

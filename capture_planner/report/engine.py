@@ -246,8 +246,8 @@ def _proof(proof: Proof) -> Iterator[Part]:
         f"{sum(each.batches for each in proof.differences)} are answered differently"
     )
     if proof.unrun:
-        because = f", by what is assumed: {'; '.join(proof.assumptions)}" if proof.assumptions else ""
-        yield f"the engine runs no passes of their own of {', '.join(proof.unrun)}{because}"
+        yield f"the engine runs no separate passes of {', '.join(proof.unrun)}"
+        yield from (f"assumed: {each}" for each in proof.assumptions)
     counts = ((effect, proof.count(effect)) for effect in Effect)
     if proof.differences:
         yield "; ".join(f"{count} {effect.value}" for effect, count in counts if count)

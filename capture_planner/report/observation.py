@@ -45,7 +45,7 @@ def _summary(observation: Observation) -> str:
     graphs = counted(observation.num_graphs, "graph")
     passes = sum(role.steps for role in observation.roles)
     eager = sum(role.eager_steps for role in observation.roles)
-    return f"{graphs}, {passes:,} passes" + (f", {eager / passes:.1%} eager" if passes else "")
+    return f"{graphs}, {passes:,} pass{'es' * (passes != 1)}" + (f", {eager / passes:.1%} eager" if passes else "")
 
 
 def _facts(observation: Observation) -> Iterator[tuple[str, str]]:

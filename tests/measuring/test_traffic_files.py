@@ -65,6 +65,16 @@ def test_a_scrape_between_two_counters_accepts_no_more_than_was_drafted(tmp_path
     assert (traffic.drafted, traffic.accepted) == ((100, 100), (100, 50))
 
 
+def test_other_metrics_may_be_below_zero(tmp_path):
+    """A gauge of something else is no line that could not be read."""
+    path = tmp_path / "metrics"
+    skipped = []
+    for more in ("", "\nroom_temperature_celsius -3.0\n"):
+        path.write_text(PROMETHEUS + more)
+        skipped.append(read_traffic([str(path)])[0].skipped)
+    assert skipped[0] == skipped[1]
+
+
 @pytest.mark.parametrize("odd", ["NaN", "1e999", "-Inf", "-3", "1e300", "0x10", "9" * 5000, ""])
 @pytest.mark.parametrize("at", ['"8.0"', '"0"', " 7.0", " 12.0"])
 def test_an_odd_value_of_a_metric_costs_its_line_alone(tmp_path, at, odd):

@@ -306,7 +306,7 @@ def test_estimate_is_not_applied_and_broken_promises_end_the_trying() -> None:
     folder.end(folder.start())
     estimate = folder.start(proposal_of(1, promised=False))
     assert estimate.plan is None
-    assert "by an estimate" in estimate.reason
+    assert "without a promise" in estimate.reason
     folder.end(estimate)
     for number in range(1, MOST_BROKEN + 1):
         tried = folder.start(proposal_of(number))

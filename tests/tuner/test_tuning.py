@@ -167,21 +167,23 @@ def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Sp
 
 
 @FEW
-@given(cases(), st.sampled_from((None, 2, 5)), st.booleans())
+@given(cases(), st.sampled_from((None, 2, 5)), st.booleans(), st.booleans())
 def test_a_proposal_holds_against_every_guard(
-    case: tuple[Spec, Traffic, Profile], graphs: int | None, guess: bool
+    case: tuple[Spec, Traffic, Profile], graphs: int | None, guess: bool, heavy: bool
 ) -> None:
     """No decode loses a full graph, check does not warn, and it is no slower, also under twice the load.
 
     By the costs of another deployment, no batch at all loses its graph. Where today exceeds the bounds, only that and
-    check count, whose warnings of padding are then stated.
+    check count, whose warnings of padding are then stated; ``heavy``: it warns of all padding.
     """
     spec, load, costs = case
     bounds = None if graphs is None else TuningBounds(graphs=graphs)
     today = planned(spec)
     usual = {finding_key(each) for each in lint(planned(replace(spec, sizes=Sizes())))}
     evidence = Evidence(is_estimate=guess, foreign=0.1 * guess)
-    found = tuned(spec, load, costs, today=today, bounds=bounds, graphs=graphs, usual=usual, evidence=evidence)
+    with mock.patch.multiple(shape_rules, HEAVY_RATIO=1 if heavy else 2, HEAVY_TOKENS=0 if heavy else 1024):
+        found = tuned(spec, load, costs, today=today, bounds=bounds, graphs=graphs, usual=usual, evidence=evidence)
+        said = [] if found.plan is None else lint(found.plan)
     within = graphs is None or today.num_graphs <= graphs
     kept = TuneVerdict.KEEP if within else TuneVerdict.OVER_BUDGET
     assert found.plan is not None or (found.verdict is kept and found.proposed == found.today)
@@ -196,7 +198,7 @@ def test_a_proposal_holds_against_every_guard(
                 assert has is GraphMode.FULL
             if guess and had is not GraphMode.NONE:
                 assert has is not GraphMode.NONE
-    warned = {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} - usual
+    warned = {finding_key(each) for each in said if each.severity is not Severity.NOTE} - usual
     assert not warned or (not within and {code for code, _ in warned} == {PADDED})
     if found.verdict is TuneVerdict.CHANGE and within:
         assert found.today is not None
@@ -311,13 +313,14 @@ def test_a_budget_below_todays_graphs_is_no_reason_to_keep_them(
 
 
 @FEW
-@given(cases(), st.integers(1, 4))
+@given(cases(), st.integers(1, 4), st.booleans())
 def test_padding_that_check_warns_of_gives_way_to_no_slower_table(
-    case: tuple[Spec, Traffic, Profile], graphs: int
+    case: tuple[Spec, Traffic, Profile], graphs: int, guess: bool
 ) -> None:
     """Where today exceeds a budget and all padding is heavy, the table is as fast as without that rule, or as today."""
     assume(planned(case[0]).num_graphs > graphs)
-    options = {"bounds": TuningBounds(graphs=graphs), "graphs": graphs}
+    evidence = Evidence(is_estimate=guess, foreign=0.1 * guess)
+    options = {"bounds": TuningBounds(graphs=graphs), "graphs": graphs, "evidence": evidence}
     free = tuned(*case, **options)
     with mock.patch.multiple(shape_rules, HEAVY_RATIO=1, HEAVY_TOKENS=0):
         found = tuned(*case, **options)

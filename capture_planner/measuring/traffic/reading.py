@@ -313,7 +313,7 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
 
 NAME = "Prometheus text"
 MOST = 1e18
-"""What no counter reaches; a value may also be negative or NaN, which none is."""
+"""What no counter reaches; a value may also be NaN, or below 0, which no counter is."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})? +([-+.\w]+)(?: +-?\d+)?")
 _LABEL = re.compile(r"(?<!\w)(\w+)=\"((?:[^\"\\]|\\.)*)\"")
@@ -326,7 +326,7 @@ def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
             sample = _sample(line.strip())
-            if sample is None:
+            if sample is None or (sample[1] < 0 and sample[0][0].startswith(metrics.prefix)):
                 skipped.append(f"{name}:{number}: {line[:160]!a}")
             else:
                 samples[sample[0]] = sample[1]  # of several scrapes the last one counts
@@ -349,7 +349,7 @@ def _sample(line: str) -> tuple[tuple[str, Labels], float] | None:
         number = float(value)
     except ValueError:
         return None
-    return ((name, tuple(_LABEL.findall(labels or ""))), number) if 0 <= number < MOST else None
+    return ((name, tuple(_LABEL.findall(labels or ""))), number) if abs(number) < MOST else None
 
 
 # Files of ours -----------------------------------------------------------------------------------

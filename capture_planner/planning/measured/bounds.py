@@ -54,6 +54,7 @@ class BudgetBounds:
         self._spec, self._roles, self._costs = spec, roles, costs
         # A profile whose graphs had a pool for each role charged each for its own.
         self._pool = max(spec.pool, costs.profile.pool, key=lambda pool: pool is Pool.PER_ROLE)
+        self.is_shared = self._pool is Pool.SHARED
         self._known: dict[Family, GraphCost] = {}
         ladders = [ladder for working in roles for ladder in working.ladders]
         self.all = (*_counted(spec.budget, roles), *self._measured(ladders))
@@ -97,7 +98,7 @@ class BudgetBounds:
         return tuple(taken + pool * bound.is_memory for taken, bound in zip(self.takes(ladders), self.all, strict=True))
 
     def has_pool(self, ladders: Iterable[Ladder]) -> bool:
-        """Say whether the largest graphs of ladders take of a bound on memory."""
+        """Say whether the pools of ladders take of a bound on memory."""
         pools = self.pools((ladder, ladder.domain.ceiling) for ladder in ladders)
         return any(bound.is_memory for bound in self.all) and any(pools.values())
 
@@ -111,7 +112,7 @@ class BudgetBounds:
             pools[key] = max(
                 pools.get(key, 0), _in_bytes(cost.largest_mib) + _in_bytes(cost.mib_per_token) * size * ladder.unit
             )
-            if self._pool is Pool.PER_ROLE:
+            if not self.is_shared:
                 pools[ladder.role, GraphMode.NONE] = _in_bytes(self._costs.profile.base_mib)
         return pools
 
@@ -147,7 +148,7 @@ class BudgetBounds:
 
     def _base(self, ladders: Iterable[Ladder]) -> int:
         """Return the bytes that capturing takes once in the pool that these ladders share."""
-        return _in_bytes(self._costs.profile.base_mib) * (self._pool is Pool.SHARED and any(True for _ in ladders))
+        return _in_bytes(self._costs.profile.base_mib) * (self.is_shared and any(True for _ in ladders))
 
     def _measured(self, ladders: Sequence[Ladder]) -> Iterator[GraphBound]:
         budget = self._spec.budget

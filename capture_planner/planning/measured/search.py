@@ -201,7 +201,7 @@ def _notes(
             f"capturing takes {bounds.micros(sized) / MICRO:.3g} of {bounds.seconds:g} s; the search charged each "
             "graph as the largest of its ladder, so another table within the budget may cost less"
         )
-    if len([team for team in teams if team.kind is Kind.MIXED and bounds.has_pool(team.ladders)]) > 1:
+    if bounds.is_shared and sum(each.kind is Kind.MIXED and bounds.has_pool(each.ladders) for each in teams) > 1:
         yield "mixed batches of two roles are sized apart, and each is charged for the pool that both grow"
 
 
@@ -519,9 +519,9 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
         changed = attrs.evolve(table, groups=groups, value=table.value + delta, worst=max(table.worst, worst))
         if holds(changed):
             table, room = changed, room - delta
-    if table.waived:  # whose eager passes may be the worst
+    if table.waived or not moves:  # the eager passes of those that are waived may be the worst
         return table
-    return attrs.evolve(table, worst=max((each.group.problem.worst(each.indices) for each in table.groups), default=1))
+    return attrs.evolve(table, worst=max(each.group.problem.worst(each.indices) for each in table.groups))
 
 
 def _wanted(group: SizedGroup, today: Graphs) -> Callable[[int], bool]:

@@ -50,6 +50,8 @@ class Steps:
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     """Assumptions about decodes of query lengths that this deployment does not have."""
+    foreign: int = 0
+    """Steps of those decodes."""
     observed: int | None = None
     """Observations that the steps rest on, where a log shows one of several; None: each step is one."""
 
@@ -121,6 +123,7 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
         dict(sorted(found.items(), key=lambda item: _order(item[0]))),
         notes,
         tuple(_foreign(foreign, families)),
+        foreign.total(),
         # Which lines those left out are is not known.
         None if traffic.lines is None else round(traffic.lines * steps / max(listed, 1)),
     )

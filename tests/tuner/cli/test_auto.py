@@ -380,7 +380,7 @@ def test_journal_is_a_table(loop: Loop) -> None:
     missing = loop.call("journal", str(loop.folder / "none"))
     assert "no such folder" in missing.err
     other = loop.call("journal", str(loop.folder / "runs"))
-    assert (other.code, "has no journal: launch --auto has started nothing there" in other.err) == (1, True)
+    assert (other.code, "has no journal; name the folder of launch --auto" in other.err) == (1, True)
 
 
 def test_compare_finds_the_plan_in_the_folder(loop: Loop) -> None:

@@ -13,6 +13,7 @@ from capture_planner import codec
 from capture_planner.cli.common import Output
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
+from support import log_lines
 from support.commands import Run
 from support.tuning import MODEL, profile, vllm_log
 
@@ -123,8 +124,13 @@ def test_decodes_of_another_number_of_drafts_promise_nothing(call: Run) -> None:
     Path("vllm.log").write_text(vllm_log(3600, (3, 5, 9), width=4, longest=20), "utf-8")
     data = tuned(call, *FLAGS, *LOAD, "--query-len", "4", "-o", "other")
     assert (data["verdict"], data["estimate"]) == ("change", False)
-    assert any(note.startswith("nothing is promised: decodes of another query length") for note in data["notes"])
+    assert any(note.startswith("nothing is promised: too many decodes have a query length") for note in data["notes"])
     assert codec.load_plan("other/plan.yaml").promise is None
+    lines = vllm_log(3600, (3, 5, 9, 11), longest=48).splitlines()
+    few = log_lines.vllm_iteration(0, 0, (0, 0), (3, 12))
+    Path("vllm.log").write_text("\n".join([*lines, few]) + "\n", "utf-8")
+    tuned(call, *FLAGS, *LOAD, "-o", "own")
+    assert codec.load_plan("own/plan.yaml").promise is not None
 
 
 def test_the_folder_is_there_before_anyone_reads_the_report(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:

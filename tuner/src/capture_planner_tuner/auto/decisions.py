@@ -147,7 +147,7 @@ def conclude(decision: StartDecision, proposal: TuneProposal | None) -> StartDec
         reason = proposal.reason
     # Nobody watches this start: only a plan that can be held to its promise is applied.
     elif not proposal.promised:
-        reason = f"a plan was proposed by an estimate, without a promise, and is not applied; {decision.reason}"
+        reason = f"a plan was proposed without a promise, and is not applied; {decision.reason}"
     # By its graphs too: the same table with another promise would fail in the same way.
     elif {proposal.plan, proposal.graphs} & decision.aside:
         reason = f"the proposed plan is one that was put aside; {decision.reason}"

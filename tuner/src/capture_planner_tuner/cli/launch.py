@@ -117,8 +117,8 @@ def journal(folder: Path, to: Output) -> None:
     if not folder.is_dir():
         raise click.UsageError(f"{folder}: no such folder; name the one of launch --auto.")
     contents = JournalFolder(folder).read(live=True)
-    if not contents.journal and not contents.problems:
-        raise click.UsageError(f"{folder} has no journal: launch --auto has started nothing there.")
+    if not any((folder / name).exists() for name in ("journal.jsonl", "runs")):
+        raise click.UsageError(f"{folder} has no journal; name the folder of launch --auto.")
     show_notes(contents.problems)
     records = [codec.to_data(each) for each in contents.journal]
     to.show(lambda: {"records": records}, lambda: journal_report(contents.journal))
@@ -252,8 +252,9 @@ def _auto_words(folder: Path, command: Sequence[str | None], others: Mapping[str
             "which starts the engine in any case" if given == "--strict" else "which observes and profiles by itself"
         )
         raise click.UsageError(f"{given} goes without --auto, {reason}.")
-    if words[0].endswith((".yaml", ".yml")):
-        raise click.UsageError(f"{words[0]} is no command; --auto takes no PLAN, as it chooses the plan by itself.")
+    program = split_variables(words)[1][0]
+    if which(program) is None and (Path(program).is_file() or program.endswith((".yaml", ".yml", ".json"))):
+        raise click.UsageError(f"{program} is no command; --auto takes no PLAN, as it chooses the plan by itself.")
     return words
 
 

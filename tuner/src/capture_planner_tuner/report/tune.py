@@ -111,7 +111,7 @@ def beyond_of(result: TuneResult) -> Iterator[str]:
     beyond, proposed = tuning.beyond, tuning.proposed
     if beyond is not None:
         room = _room(result, beyond.memory_mib)
-        than = "" if result.plan is None else " than the proposal"
+        than = "" if result.plan is None else " than with the proposal"
         yield (
             f"with {_more(beyond.memory_mib, '{:,.0f} MiB')}{room}, the {subject_of(tuning.objective)} is "
             f"{beyond.gain:.0%} shorter{than}, with {_more(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "

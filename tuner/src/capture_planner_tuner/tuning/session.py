@@ -144,6 +144,9 @@ CHOSEN, JUDGED = (0.0, 2 / 3), (2 / 3, 1.0)
 FOREIGN_MODEL = 0.05
 """Least error of times for each factor of two between the sizes of two models, or their ranks, as a share."""
 
+FOREIGN_STEPS = 0.01
+"""Most steps that may be decodes of another number of drafts if the rest is to be promised, as a share."""
+
 FOREIGN_DEVICE = 0.15
 """Least error of times on another device, as a share."""
 
@@ -268,7 +271,7 @@ class TuneLoad:
     assumptions: tuple[str, ...]
     """Assumptions about the load of another deployment."""
     is_foreign: bool = False
-    """Whether some decodes are of another number of drafts than this deployment makes, so that nothing is promised."""
+    """Whether too many decodes are of another number of drafts than this deployment makes for a promise."""
     blocks: tuple[Mapping[Batch, int], ...] = ()
     """``judged`` in stretches of the order of time, to judge noise by; none where a source has no order."""
     traces: tuple[RequestTrace, ...] = ()
@@ -334,7 +337,8 @@ def load_of(
         held_out=held_out,
         notes=(*(note for note in notes if note not in simulated), *[unordered][: not readings[1].blocks]),
         assumptions=(*(steps[1].assumptions or steps[0].assumptions), *simulated),
-        is_foreign=any(each.assumptions for each in steps),
+        # An engine that was observed ran them itself.
+        is_foreign=bool(sources) and steps[1].foreign > FOREIGN_STEPS * steps[1].total,
         blocks=tuple(steps_of(Traffic(sources=(), batches=each), deployment).counts for each in readings[1].blocks),
         traces=readings[1].traces,
     )
@@ -690,7 +694,7 @@ def _latencies(tuning: Tuning, load: TuneLoad, options: SourceOptions) -> tuple[
 
 MIXED_STAY = "mixed batches keep the graphs that they have: traffic without prompts is no reason to drop them"
 
-OTHER_DRAFTS = "nothing is promised: decodes of another query length are none that this deployment will run"
+OTHER_DRAFTS = "nothing is promised: too many decodes have a query length that this deployment does not run"
 
 
 def assumptions_of(

@@ -397,11 +397,13 @@ class TableSearch:
                 self._too_small |= {each.message: None for each in decisions if each.rule == "budget-too-small"}
         return self._made[count, kept]
 
-    def obstacles(self, each: Candidate, tier: TuningBounds) -> tuple[str, ...]:
-        """Return why a table is not proposed within bounds, in sentences."""
+    def obstacles(self, each: Candidate, tier: TuningBounds, *, warned: bool = False) -> tuple[str, ...]:
+        """Return why a table is not proposed within bounds, in sentences; ``warned``: heavy padding is no reason."""
         if each.pricing not in self._obstacles:
             self._obstacles[each.pricing] = tuple(self._losses(each)), tuple(self._warnings(each))
         losses, warnings = self._obstacles[each.pricing]
+        if warned and {found.rule.code for found in self._unusual(each)} == {PADDED}:
+            warnings = ()
         # A today that exceeds the bounds is not kept, so losses are the price. An estimate takes no graph away all the
         # same.
         return (*losses, *warnings) if tier.hold(self.past) or self.case.evidence.is_estimate else warnings
@@ -445,9 +447,9 @@ class TableSearch:
         # Without a graph nothing is left to choose.
         elif not each.plan.num_graphs:
             return False
-        obstacles = self.obstacles(each, tier)
+        obstacles = self.obstacles(each, tier, warned=warned)
         self.refused += [says for says in obstacles if says not in self.refused]
-        return not obstacles or (warned and {found.rule.code for found in self._unusual(each)} == {PADDED})
+        return not obstacles
 
     def most(self, tier: TuningBounds) -> int:
         """Return the most graphs that are tried within bounds."""
@@ -517,8 +519,10 @@ class TableSearch:
         good = [each for each in good if each.plan.is_steady or not steady]
 
         def cost(each: Candidate) -> float:
-            least, mean = (min(figures) for figures in zip(*(other.chosen.rank for other in good), strict=True))
-            longer = max(each.chosen.objective / least, each.chosen.mean_step_ms / mean)
+            longer = max(
+                each.chosen.objective / min(other.chosen.objective for other in good),
+                each.chosen.mean_step_ms / min(other.chosen.mean_step_ms for other in good),
+            )
             return longer * (1 + GRAPH * each.plan.num_graphs)
 
         selected, center = min(good, key=cost), None
@@ -671,7 +675,8 @@ def tune(
     Of all tables within the bounds it takes the one whose steps take the least time, each graph at the price of
     ``GRAPH``. A table is proposed only if it is no slower than today on both, ``check`` does not warn of it, no decode
     loses a full graph, and it is no slower by more than ``SHIFTED`` if the load doubles, or at all where it gains less
-    than ``MORE``. With costs that are not this deployment's own, no batch at all loses its graph.
+    than ``MORE``. Heavy padding is no reason where today exceeds the bounds and every other table is slower than it.
+    With costs that are not this deployment's own, no batch at all loses its graph.
 
     :param propose: chooses by the same objective.
     :param bounds: what the user gives; None: the number, the memory and the time of capture of today's graphs.
