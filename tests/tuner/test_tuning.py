@@ -25,7 +25,7 @@ from capture_planner.records.batch_space import batches
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.profile import Profile
+from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -207,6 +207,45 @@ def test_a_proposal_holds_against_every_guard(
         doubled = shifted(steps_of(load, spec).counts, before)
         old, new = (judged(Pricing(side, Costs(costs)), doubled) for side in (before, after))
         assert new.mean_step_ms <= old.mean_step_ms * (1 + SHIFTED + 1e-9)
+
+
+@given(cases())
+def test_each_doubling_of_requests_counts_the_same(case: tuple[Spec, Traffic, Profile]) -> None:
+    """Apart from those of hardly any steps: by the steps alone, whatever their number and their tokens."""
+    spec, load, costs = case
+    own, steps = Pricing(emulation_of(planned(spec)), Costs(costs)), steps_of(load, spec).counts
+    ratios = []
+    for last in (1, 2, 4, 8, 16):
+        inside = {batch: count for batch, count in steps.items() if last // 2 < batch.num_reqs <= last}
+        if sum(inside.values()) >= 0.01 * sum(steps.values()):
+            spent, every = (
+                sum(getattr(own.step(batch), name) * count for batch, count in inside.items())
+                for name in ("milliseconds", "every_size")
+            )
+            ratios.append(spent / every)
+    assert judged(own, steps).evenly == pytest.approx(sum(ratios) / len(ratios))
+
+
+def test_a_load_of_few_requests_has_its_size() -> None:
+    """One step in a hundred has one request: next to none of the tokens, and 8 % longer on a graph of twelve."""
+    spec = spec_for(None, Sizes(policy=Policy.EXPLICIT, num_reqs=(6,), num_tokens=(6,)))
+    costs = profile_for(spec)
+    curves = [each for each in costs.curves if each.mode is not GraphMode.FULL]
+    full = CostCurve(role=Role.TARGET, mode=GraphMode.FULL, query_len=1, tokens=(1, 12), milliseconds=(1.0, 1.08))
+    counts = {1: 1_000, 12: 99_000}
+    load = Traffic(
+        sources=("two loads",),
+        batches=tuple(
+            TrafficCount(
+                role=Role.TARGET, num_reqs=number, num_tokens=number, query_len=1, past_prompt=True, count=count
+            )
+            for number, count in counts.items()
+        ),
+    )
+    found = tuned(spec, load, replace(costs, curves=(full, *curves)))
+    assert found.plan is not None
+    sizes = {entry.num_reqs for role in found.plan.roles for entry in role.entries if entry.query_len}
+    assert sizes == {4, 12}
 
 
 @FEW

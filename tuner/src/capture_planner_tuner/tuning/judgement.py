@@ -56,6 +56,8 @@ class SideFigures:
     """Whether the target runs that step without a graph."""
     prompt_step_ms: float | None
     """Mean time of a step with prompts, which a first token waits for; None: no step has any."""
+    evenly: float = 1.0
+    """Ratio of the time of steps to that with a graph of every size, if each doubling of requests counts the same."""
     unknown: int = 0
     """Steps that an observation has no answer for; they count as eager."""
 
@@ -113,8 +115,12 @@ def judged(
     requests = unknown = prompts = 0
     eager: Counter[Role] = Counter()
     run: Counter[Role] = Counter()
+    doublings: dict[int, list[float]] = {}
     for batch, count in steps.items():
         step = pricing.step(batch)
+        doubling = doublings.setdefault((batch.num_reqs - 1).bit_length(), [0.0, 0.0, 0.0])
+        for index, figure in enumerate((step.milliseconds, step.every_size, 1)):
+            doubling[index] += figure * count
         spent += step.milliseconds * count
         every += step.every_size * count
         worst = max(worst, step.milliseconds / step.every_size - 1)
@@ -130,7 +136,9 @@ def judged(
             eager[role] += count * (entry is None)
     # Weighted by requests: a gap between two outputs is felt by every request of the step.
     slow = _at(pricing, weights_of(steps, "token"), 99)
-    mean, gap = spent / sum(steps.values()), waited / requests
+    total = sum(steps.values())
+    mean, gap = spent / total, waited / requests
+    ratios = [own / best for own, best, number in doublings.values() if number >= LEAST_SHARE * total]
     values = {"mean": mean, "token": gap, "regret": 1 + worst}
     return SideFigures(
         graphs=len(graphs),
@@ -146,8 +154,13 @@ def judged(
         gap_p99_ms=slow.milliseconds,
         gap_p99_eager=slow.answers.get(Role.TARGET) is None,
         prompt_step_ms=prompted / prompts if prompts else None,
+        evenly=sum(ratios) / len(ratios),
         unknown=unknown,
     )
+
+
+LEAST_SHARE = 0.01
+"""Share of the steps that a doubling of requests has at least to count."""
 
 
 def _at(pricing: Pricing, weights: Mapping[Batch, int], percent: float) -> StepCost:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
+from statistics import fmean
 
 import attrs
 
@@ -230,6 +232,13 @@ SHIFTED = 0.01
 
 MOST_GRAPHS = 256
 """Most graphs that are tried where no budget says how many, unless there are more today."""
+
+_FIGURES: tuple[Callable[[SideFigures], float], ...] = (
+    lambda side: side.objective,
+    lambda side: side.mean_step_ms,
+    lambda side: side.evenly,
+)
+"""Figures of a table that decide how much longer its steps take."""
 
 PADDED = "CP023"
 """Code of the rule about heavy padding, which goes by tokens."""
@@ -508,8 +517,9 @@ class TableSearch:
         """Return the best table within bounds, each graph at its price.
 
         A table costs as much as its steps take longer, by the objective or in the mean: a few slow steps say nothing of
-        all others. Each graph adds ``GRAPH`` to that. Around the best of the numbers of graphs that were tried it
-        searches on, down to steps of an eighth.
+        all others. Or by the average of both and of every doubling of requests alike, as a load of few requests has
+        next to none of the tokens. Each graph adds ``GRAPH`` to that; of costs nearer than a tenth of it fewer graphs
+        are better. Around the best of the numbers of graphs that were tried it searches on, down to steps of an eighth.
         """
         good = [each for each in self._halved(self.most(tier), tier) if self._is_admissible(each, tier, warned=warned)]
         if not good:
@@ -519,13 +529,15 @@ class TableSearch:
         good = [each for each in good if each.plan.is_steady or not steady]
 
         def cost(each: Candidate) -> float:
-            longer = max(
-                each.chosen.objective / min(other.chosen.objective for other in good),
-                each.chosen.mean_step_ms / min(other.chosen.mean_step_ms for other in good),
-            )
-            return longer * (1 + GRAPH * each.plan.num_graphs)
+            ratios = [figure(each.chosen) / min(figure(other.chosen) for other in good) for figure in _FIGURES]
+            return max(*ratios[:2], fmean(ratios)) * (1 + GRAPH * each.plan.num_graphs)
 
-        selected, center = min(good, key=cost), None
+        def cheapest() -> Candidate:
+            costs = [(cost(each), each) for each in good]
+            most = min(costs, key=itemgetter(0))[0] * (1 + GRAPH / 10)
+            return min((each for own, each in costs if own <= most), key=lambda each: each.plan.num_graphs)
+
+        selected, center = cheapest(), None
         while selected is not center:
             center = selected
             # Each table takes a plan and a judgement, so the steps end at an eighth.
@@ -538,7 +550,7 @@ class TableSearch:
                     continue
                 if (each.plan.is_steady or not steady) and self._is_admissible(each, tier, warned=warned):
                     good.append(each)
-            selected = min(good, key=cost)
+            selected = cheapest()
         return selected
 
     def _halved(self, top: int, tier: TuningBounds) -> Iterator[Candidate]:
