@@ -47,6 +47,7 @@ from capture_planner_tuner.tuning.tune import (
     MORE,
     PADDED,
     SHIFTED,
+    TableSearch,
     TuneCase,
     Tuning,
     TuningBounds,
@@ -224,6 +225,38 @@ def test_each_doubling_of_requests_counts_the_same(case: tuple[Spec, Traffic, Pr
             )
             ratios.append(spent / every)
     assert judged(own, steps).evenly == pytest.approx(sum(ratios) / len(ratios))
+
+
+@FEW
+@given(cases(), st.sampled_from(("mean", "token", "p90")))
+def test_no_table_that_was_tried_costs_less_than_the_selected_one(
+    case: tuple[Spec, Traffic, Profile], objective: str
+) -> None:
+    """Each graph at its price, on top of what a table takes longer than the best of those that may be proposed."""
+    spec, load, costs = case
+    steps = steps_of(load, spec).counts
+    side = TuneCase(
+        today=emulation_of(planned(spec)), costs=Costs(costs), chosen=steps, judging=steps, objective=objective
+    )
+    search = TableSearch(side, lambda count, kept: planned(spec, count, costs=costs, load=load, kept=kept), len)
+    tier = TuningBounds()
+    selected = search.selected(tier)
+    tried = [each for each in search._made.values() if search._is_admissible(each, tier)]
+    assert (selected is None) is (not tried)
+    steady = [each for each in tried if each.plan.is_steady] or tried
+    figures = {each.plan.num_graphs: each.chosen for each in steady}
+
+    def price(own: SideFigures) -> float:
+        objective, mean, evenly = (
+            getattr(own, name) / min(getattr(other, name) for other in figures.values())
+            for name in ("objective", "mean_step_ms", "evenly")
+        )
+        return max(objective, mean, (objective + mean + evenly) / 3) * (1 + GRAPH * own.graphs)
+
+    if selected is not None and len(figures) == len(steady):
+        least = min(map(price, figures.values()))
+        near = [own.graphs for own in figures.values() if price(own) <= least * (1 + GRAPH / 10) * (1 + 1e-12)]
+        assert selected.plan.num_graphs in near
 
 
 def test_a_load_of_few_requests_has_its_size() -> None:
