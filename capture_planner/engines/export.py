@@ -133,7 +133,7 @@ class Proof:
     """Number of admissible batches that were compared."""
     differences: tuple[BatchDifference, ...]
     unrun: tuple[Role, ...] = ()
-    """Roles of the plan of which the engine is known to run no passes of their own; not compared."""
+    """Roles of the plan for which the engine runs no separate passes; not compared."""
     assumptions: tuple[str, ...] = ()
     """What the emulation assumes."""
     unknown: int = 0

@@ -241,7 +241,7 @@ def _family_cost(
 
 def _pool_mib(graphs: Sequence[tuple[GraphCost, GraphMode, int]]) -> float:
     """Return the MiB of one pool after ``graphs``, each with its costs, mode and tokens, were captured into it."""
-    # Graphs of one mode share their intermediates, those of two modes do not, whatever mode the costs are of.
+    # Intermediates are shared per mode of the graphs; the costs may be borrowed from another mode.
     largest = dict.fromkeys(GraphMode, 0.0)
     for cost, mode, tokens in graphs:
         largest[mode] = max(largest[mode], cost.largest_mib + cost.mib_per_token * tokens)

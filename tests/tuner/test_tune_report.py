@@ -132,7 +132,7 @@ def test_a_table_that_is_rejected_is_not_called_proposed(report: TuneResult, tex
 
 
 def test_predicted_memory_and_start_up_have_their_error(report: TuneResult) -> None:
-    """Only the proposal's figures are predicted; those of today's graphs were measured."""
+    """Errors are shown for the proposal, which is predicted, and not for today's graphs, which were measured."""
     for tuning, error in ((report.tuning, True), (attrs.evolve(report.tuning, plan=None), False)):
         shown = tune_report(attrs.evolve(report, tuning=tuning))
         (sides,) = (each for each in shown.sections if each.name == "sides")

@@ -212,7 +212,7 @@ def test_a_proposal_holds_against_every_guard(
 
 @given(cases())
 def test_each_doubling_of_requests_counts_the_same(case: tuple[Spec, Traffic, Profile]) -> None:
-    """Apart from those of hardly any steps: by the steps alone, whatever their number and their tokens."""
+    """Doublings with at least 1 % of the steps have equal weight, regardless of their steps and tokens."""
     spec, load, costs = case
     own, steps = Pricing(emulation_of(planned(spec)), Costs(costs)), steps_of(load, spec).counts
     ratios = []

@@ -66,6 +66,11 @@ class SideFigures:
         """Order of tables: by the objective, and of equal ones by the mean step."""
         return self.objective, self.mean_step_ms
 
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Figures by which tables of different numbers of graphs are compared."""
+        return *self.rank, self.evenly
+
 
 class Pricing:
     """The time of a deployment's steps."""

@@ -244,7 +244,7 @@ def missing_costs(subject: TuneSubject, given: Profile | None = None) -> str:
     elif seen and given is None:
         why = f": {source.name} lacks times of graphs, or of steps without one, or what capturing took"
     says, engine = f"this is an estimate{why}; for a promise, ", subject.engine
-    if given is not None and subject.observed_here is not None and _observed(subject) is not None:
+    if given is not None and _observed(subject) is not None:
         return f"{says}leave out --profile: {source.name} has its own"
     # Graphs are timed by the plugin inside an engine, which launch starts it with.
     if engine is not None and engine.launch is None:

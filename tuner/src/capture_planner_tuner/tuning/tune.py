@@ -233,13 +233,6 @@ SHIFTED = 0.01
 MOST_GRAPHS = 256
 """Most graphs that are tried where no budget says how many, unless there are more today."""
 
-_FIGURES: tuple[Callable[[SideFigures], float], ...] = (
-    lambda side: side.objective,
-    lambda side: side.mean_step_ms,
-    lambda side: side.evenly,
-)
-"""Figures of a table that decide how much longer its steps take."""
-
 PADDED = "CP023"
 """Code of the rule about heavy padding, which goes by tokens."""
 
@@ -529,7 +522,8 @@ class TableSearch:
         good = [each for each in good if each.plan.is_steady or not steady]
 
         def cost(each: Candidate) -> float:
-            ratios = [figure(each.chosen) / min(figure(other.chosen) for other in good) for figure in _FIGURES]
+            columns = zip(each.chosen.figures, *(other.chosen.figures for other in good), strict=True)
+            ratios: list[float] = [own / min(others) for own, *others in columns]
             return max(*ratios[:2], fmean(ratios)) * (1 + GRAPH * each.plan.num_graphs)
 
         def cheapest() -> Candidate:
