@@ -374,7 +374,8 @@ ENGINES = st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=3)
 def test_each_engine_of_a_process_is_observed_as_its_variables_say(engines):
     """In their folder, with their profile, and with the plan that ran: its digest, and the decisions on it."""
     decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
-    decisions = {}
+    # The first engine attaches what a process asks for its plan, for all of them.
+    decisions, plans = {}, []
     with process() as folder:
         for index, (is_observed, profiled, planned, eager) in enumerate(engines):
             place = folder / str(index)
@@ -382,9 +383,9 @@ def test_each_engine_of_a_process_is_observed_as_its_variables_say(engines):
             decisions.clear()
             if planned and not eager:
                 decisions[Role.TARGET] = (decision,)
-            plan = PLAN if planned else None
+            plans.append(PLAN if planned else None)
             mode = "NONE" if eager else "FULL_AND_PIECEWISE"
-            runner = started(plan=lambda plan=plan: plan, decisions=decisions, eager=eager, mode=mode)
+            runner = started(plan=lambda: plans[-1], decisions=decisions, eager=eager, mode=mode)
             run(runner, step(4, 4))
             runner.shutdown()
             assert bool(runner.dummies) is bool(is_observed and profiled)

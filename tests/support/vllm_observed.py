@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
@@ -63,12 +64,13 @@ def process(**environment):
     """A process that can import the stand-in as vLLM, and observes into the folder that it gives."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
     forget_vllm()
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    # Restored as a whole: a test may set variables of a later engine, too.
+    variables = mock.patch.dict(os.environ)
+    with variables, pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.syspath_prepend(str(STANDIN))
         for name in (STRICT, PROFILE, SECONDS):
-            patch.delenv(name, raising=False)
-        for name, value in ({OBSERVE: folder} | environment).items():
-            patch.setenv(name, value)
+            os.environ.pop(name, None)
+        os.environ.update({OBSERVE: folder} | environment)
         patch.setattr(device, "event", Event)
         patch.setattr(device, "free_memory", lambda: MEMORY - _taken())
         patch.setattr(device, "settle", lambda: None)
