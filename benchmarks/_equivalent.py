@@ -122,7 +122,7 @@ RULES: dict[str, Rules] = {
         ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
     ),
     "planning/measured/choice": (("if any(len(team) > 1 and", r"\) != 1", "no team is empty"),),
-    "planning/percentiles": (
+    "planning/measured/steps": (
         ("return items[-1][0]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),
     ),
     "dispatch/dispatcher": (

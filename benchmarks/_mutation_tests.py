@@ -83,7 +83,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tuner/test_tuning.py",
     ),
     "planning/measured/teams": ("planning/measured/test_smoothing.py", "planning/measured/test_demand.py", *_MEASURED),
-    "planning/percentiles": ("planning/measured/test_steps.py", "planning/measured/test_judging.py"),
     "planning/planner": (
         "planning/test_price.py",
         "cli/test_explain.py::test_explain_a_decode_of_varying_lengths",

@@ -53,7 +53,7 @@ class AutoStarts:
         self.auto = JournalFolder(folder / "auto")
         self._loads, self._result, self._logs = folder / "loads.json", folder / "result.json", folder
         self._words = [
-            *(sys.executable, "-m", "capture_planner.cli", "launch", "--auto", str(self.auto.path)),
+            *(sys.executable, "-m", "capture_planner", "launch", "--auto", str(self.auto.path)),
             *("--tune-seconds", str(arguments.tune_seconds), "--", sys.executable, str(SCRIPT)),
             *("--shape", arguments.shape, "--k", str(arguments.k), "--rounds", str(arguments.rounds)),
             *("--loads", str(self._loads), "--result", str(self._result)),

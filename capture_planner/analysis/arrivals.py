@@ -17,7 +17,7 @@ import attrs
 
 from capture_planner.analysis.trace import TraceRow
 from capture_planner.modes import Role
-from capture_planner.planning.percentiles import percentile
+from capture_planner.planning.measured.steps import percentile
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, draft_prefill_of
 from capture_planner.records.model import Speculative

@@ -10,7 +10,7 @@ import click
 
 from capture_planner import codec
 from capture_planner.analysis.diff import diff as diff_plans
-from capture_planner.analysis.lint import Finding, lint
+from capture_planner.analysis.lint import lint
 from capture_planner.cli.common import (
     ChosenMachine,
     machine_named,
@@ -160,14 +160,11 @@ def check_files(
 
 def _checked(document: Document, plan: Plan, ignore: Collection[str]) -> Iterator[FileFinding]:
     for finding in lint(plan, ignore):
-        path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
+        path = finding.diagnostic.path
+        if not document.is_plan:  # where a spec has to change
+            path = finding.rule.spec_path or tuple(part for part in path[:1] if part != "roles")
         line, column = document.node.locate(path)
         yield FileFinding(finding=finding, file=document.name, line=line, column=column)
-
-
-def _in_spec(finding: Finding) -> tuple[str | int, ...]:
-    """Return where a spec has to change for a finding in its plan."""
-    return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
 
 
 def _observed_findings(document: Document, observation: Observation) -> Iterator[FileFinding]:

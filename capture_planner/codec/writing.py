@@ -27,9 +27,8 @@ from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic
 
-# What ruamel may write without quotes, if it does not read as a number or the like. It leaves out
-# those that a flow mapping needs around a text that begins with ? or a colon, and folds lines inside
-# a run of spaces.
+# What ruamel may write without quotes, if it does not read as a number or the like. It leaves out those that a flow
+# mapping needs around a text that begins with ? or a colon, and folds lines inside a run of spaces.
 _PLAIN = re.compile(r"[A-Za-z0-9(][^\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]*")
 
 _SCALARS = {int, float, bool, str}

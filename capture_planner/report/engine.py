@@ -158,7 +158,9 @@ def findings_report(
     :param reached: what a load reaches.
     """
     parts: list[Part] = []
-    paragraphs = grouped(findings, _paragraph)
+    paragraphs = grouped(
+        findings, lambda f: (f"{f.severity.value}: {f.rule.code} {f.rule.name}", f.fix, ", ".join(f.rule.threads))
+    )
     for (title, fix, seen), alike in paragraphs.items():
         # Roles share the fix; their messages may differ.
         messages = []
@@ -181,12 +183,6 @@ def findings_report(
     title = f"{emulation.engine} {emulation.version}: {total}"
     parts += [reached] if reached else []
     return Report(kind="check", title=title, sections=(Section(name="check", title="", parts=(*parts, title)),))
-
-
-def _paragraph(finding: EngineFinding) -> tuple[str, str, str]:
-    """Return what is shown of a finding once, for all of several roles."""
-    rule = finding.rule
-    return f"{finding.severity.value}: {rule.code} {rule.name}", finding.fix, ", ".join(rule.threads)
 
 
 # What an export loses ---------------------------------------------------------------------------

@@ -93,11 +93,6 @@ class Section:
         """Return the sentences of these tones; None: those without one."""
         return tuple(part for part in self.parts if isinstance(part, str) and tone_of(part) in tones)
 
-    @property
-    def grids(self) -> tuple[Grid, ...]:
-        """The tables."""
-        return tuple(part for part in self.parts if isinstance(part, Grid))
-
 
 @attrs.frozen(kw_only=True)
 class Report:

@@ -255,7 +255,7 @@ def test_exit_codes_reach_the_shell(folder: Path, arguments: list[str], code: in
 
 def test_it_runs_as_a_module(folder: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-I", "-m", "capture_planner.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-m", "capture_planner", "--version"], capture_output=True, text=True, check=True
     )
     assert ran.stdout.startswith("capture-planner, version ")
 
@@ -366,7 +366,7 @@ def test_a_spec_is_read_from_a_pipe(arguments: str, call: Run, monkeypatch: pyte
 
 @pytest.mark.parametrize("line", ["{command} show <(cat {plan})", "cat {plan} | {command} show /dev/stdin"])
 def test_a_plan_is_read_from_a_shells_pipe(line: str, call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = line.format(command=f"{sys.executable} -m capture_planner.cli", plan=TINY_PLAN)
+    words = line.format(command=f"{sys.executable} -m capture_planner", plan=TINY_PLAN)
     ran = subprocess.run(["bash", "-c", words], capture_output=True, text=True, cwd=ROOT, check=False)
     monkeypatch.chdir(ROOT)
     assert (ran.returncode, ran.stdout) == (0, call("show", TINY_PLAN).out)

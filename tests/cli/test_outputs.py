@@ -17,7 +17,7 @@ from capture_planner.cli.common import show_text
 from capture_planner.report.writing import Grid, Report, Section
 from support.commands import PLAN, SPEC, TINY, Run
 
-COMMAND = f"'{sys.executable}' -m capture_planner.cli"
+COMMAND = f"'{sys.executable}' -m capture_planner"
 
 
 def shell(words: str) -> subprocess.CompletedProcess[str]:

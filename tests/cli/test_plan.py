@@ -130,7 +130,7 @@ def test_a_link_is_followed(run: Run) -> None:
 def test_a_full_standard_output_is_an_error_and_a_device_stays_one() -> None:
     """Neither printing to a full device nor writing to it is a traceback, and it is not replaced."""
     for arguments, where in (("", "> /dev/full"), ("-o /dev/full", "")):
-        command = f"{sys.executable} -m capture_planner.cli plan {TINY} -e cpu {arguments} {where}"
+        command = f"{sys.executable} -m capture_planner plan {TINY} -e cpu {arguments} {where}"
         ran = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
         assert ran.returncode == 1
         assert "No space left on device" in ran.stderr

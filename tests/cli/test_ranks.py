@@ -232,7 +232,7 @@ def test_a_role_that_never_runs_says_so(run, tmp_path, pytestconfig):
 def test_a_spec_will_do_and_standard_input_too(pytestconfig):
     """As for the other commands."""
     done = subprocess.run(
-        [sys.executable, "-m", "capture_planner.cli", "ranks", "plans/specs/qwen3-8b-eagle3.yaml", "-e", "h100",
+        [sys.executable, "-m", "capture_planner", "ranks", "plans/specs/qwen3-8b-eagle3.yaml", "-e", "h100",
          "--vectors", "-"],
         input=json.dumps([DECODES, None]),
         capture_output=True,

@@ -168,6 +168,8 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
         spent, number = cost(own), len(own[0].sizes)
         costs = {}
         for ladders in tables_of(team):
+            if table.table.table.limit.measured and not problem.is_measured(ladders):
+                continue
             costs.setdefault(len(ladders[0].sizes), []).append(cost(ladders))
         least = min(map(min, costs.values()))
         graphs = sum(len(ladder.reduced.cases) for ladder in team)

@@ -98,7 +98,8 @@ class Problem:
         """What the best table has: decodes without graphs that are to keep them, and its cost.
 
         Of the tables with the fewest such decodes: the least cost within the tightest bounds on the worst step of
-        decodes and of mixed batches that the mean step pays at most ``PRICE`` for.
+        decodes and of mixed batches that the mean step pays at most ``PRICE`` for, with each by measured times if that
+        pays as well.
         """
         fewest = min(map(self.kept, tables))
         costs = {number: self.cost(each) for number, each in enumerate(tables) if self.kept(each) == fewest}
@@ -107,18 +108,35 @@ class Problem:
             return fewest, least
         bound = Fraction(str(self.spec.sizes.max_slowdown or 0.15))
         levels = [1 + bound * 2**n for n in range(7)]
-        limits = [(levels[0], mixed) for mixed in levels]
-        limits += [(decodes, None) for decodes in levels]
+        limits = [(levels[0], mixed) for mixed in (*levels, math.inf)]
+        limits += [(decodes, math.inf) for decodes in (*levels[1:], math.inf)]
         ratios = {number: self.worst_by_kind(tables[number]) for number in costs}
-        for decodes, mixed in limits:
+        measured = {number for number in costs if self.is_measured(tables[number])}
+        for (decodes, mixed), known in itertools.product(limits, (measured, set(costs))):
             within = [
                 costs[number]
                 for number, (worst, worst_mixed) in ratios.items()
-                if worst <= decodes and (mixed is None or worst_mixed <= mixed)
+                if number in known and worst <= decodes and worst_mixed <= mixed
             ]
             if within and min(within) - least <= self.price(least):
                 return fewest, min(within)
         return fewest, least
+
+    def is_measured(self, ladders: Sequence[Ladder]) -> bool:
+        """Whether no batch runs on a size that was not measured if a measured one holds it and takes less."""
+        for team in self.teams:
+            reach = min(self.costs.graph(ladder.family).reach for ladder in team)
+            every = sizes_of(team)
+            known = [size for size in every if size * team[0].unit <= reach]
+            own = next((each.sizes for each in ladders if same(each, team[0])), ())
+            if known and any(size > known[-1] for size in own) and known[-1] not in own:
+                alone = [
+                    [attrs.evolve(ladder, sizes=(size,)) for ladder in team] for size in every if size >= known[-1]
+                ]
+                time, *others = (self.passes(team, team[0].domain.intervals[0][0], each) for each in alone)
+                if time < min(others):
+                    return False
+        return True
 
     def price(self, cost: int) -> Fraction:
         """The most that a bound on the worst step may add to a cost: to its mean, and nothing to its percentile."""
@@ -206,8 +224,7 @@ class Problem:
         """The worst ratio of a count's time, as it is served or eager, to that on a graph of its own size."""
         serving, domain = self.mixed(team, ladders), team[0].domain
         counts = [n for first, last in domain.intervals for n in range(first, last + 1)]
-        sizes = sorted({domain.round_up(count) for count in counts})
-        worst = Fraction(1)
+        sizes, worst = sizes_of(team), Fraction(1)
         for count in counts:
             best = min(
                 self.passes(team, count, [attrs.evolve(x, sizes=(s,)) for x in team])
@@ -260,10 +277,15 @@ def batch_of(ladder: Ladder, count: int) -> Batch:
     return Batch(role=ladder.role, num_reqs=1, num_tokens=count, query_len=None, past_prompt=False)
 
 
+def sizes_of(team: Table) -> list[int]:
+    """All sizes that some count of a team needs."""
+    domain = team[0].domain
+    return sorted({domain.round_up(n) for first, last in domain.intervals for n in range(first, last + 1)})
+
+
 def tables_of(team: Table) -> Iterator[Table]:
     """The team with every choice of sizes: decodes and anchors up to their largest."""
-    domain = team[0].domain
-    sizes = sorted({domain.round_up(n) for first, last in domain.intervals for n in range(first, last + 1)})
+    sizes = sizes_of(team)
     least = sizes[-1] if team[0].kind is Kind.DECODE else min(max((1, *team[0].anchors)), sizes[-1])
     for number in range(1, len(sizes) + 1):
         for chosen in itertools.combinations(sizes, number):

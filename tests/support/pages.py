@@ -12,6 +12,7 @@ import pytest
 
 from capture_planner.report.plots import Chart, Plot
 from capture_planner.report.printable import printable
+from capture_planner.report.writing import Grid, Section
 from support.conformance_command import FEW
 
 HERE = Path(__file__).parent.parent / "pages"
@@ -53,6 +54,11 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 SHOWN = {"s": 1, "ms": 1e-3, "us": 1e-6, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "%": 0.01}
 """What one of a unit is in the unit that a plot takes; any other unit is 1."""
 HEAD = re.compile(r"(.*) \((.*)\)", re.S)
+
+
+def grids_of(section: Section) -> list[Grid]:
+    """Return the tables of a section."""
+    return [part for part in section.parts if isinstance(part, Grid)]
 
 
 @attrs.define

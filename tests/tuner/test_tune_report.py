@@ -28,7 +28,7 @@ from support.tuning import MODEL, profile
 pytest.importorskip("matplotlib", reason="pages need matplotlib, which is not installed")
 
 from capture_planner.report.page import page as page_of
-from support.pages import check_plots
+from support.pages import check_plots, grids_of
 
 EAGLE = ["--speculative-config", '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":2}']
 
@@ -122,7 +122,7 @@ def test_a_table_that_is_rejected_is_not_called_proposed(report: TuneResult, tex
     result = attrs.evolve(report, tuning=attrs.evolve(kept, beyond=beyond))
     shown = tune_report(result)
     page = page_of(shown)
-    headers = {grid.columns[-1] for section in shown.sections for grid in section.grids}
+    headers = {grid.columns[-1] for section in shown.sections for grid in grids_of(section)}
     assert "best found" in headers
     assert "proposed" not in headers
     assert "proposed" in text
@@ -136,7 +136,7 @@ def test_predicted_memory_and_start_up_have_their_error(report: TuneResult) -> N
     for tuning, error in ((report.tuning, True), (attrs.evolve(report.tuning, plan=None), False)):
         shown = tune_report(attrs.evolve(report, tuning=tuning))
         (sides,) = (each for each in shown.sections if each.name == "sides")
-        cells = {row[0]: row[1:] for row in sides.grids[0].rows}
+        cells = {row[0]: row[1:] for row in grids_of(sides)[0].rows}
         for name, share in (("memory of the graphs", "20%"), ("start-up for them", "25%")):
             today, proposed = map(str, cells[name])
             assert "±" not in today
@@ -182,7 +182,7 @@ def test_waits_for_a_first_token_stand_behind_the_times_of_steps(report: TuneRes
     tuning = attrs.evolve(report.tuning, objective=objective)
     shown = tune_report(attrs.evolve(report, tuning=tuning, latencies=(waits, waits)))
     (sides,) = (each for each in shown.sections if each.name == "sides")
-    names = [row[0] for row in sides.grids[0].rows]
+    names = [row[0] for row in grids_of(sides)[0].rows]
     at = names.index("step with prompts")
     assert [f"wait for a first token, {each}" for each in ("p50", "p99")] == names[at + 1 : at + 3]
 

@@ -34,9 +34,8 @@ def _needed(role: RolePlan) -> GraphSupport:
 def piecewise_draft_decode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A draft decode runs PIECEWISE.
 
-    PIECEWISE pads tokens but not requests. A backend that indexes by request (FlashInfer:
-    paged_kv_indptr) then reads entries of an earlier, larger batch, and last_token_indices gathers
-    out of bounds.
+    PIECEWISE pads tokens but not requests. A backend that indexes by request (FlashInfer: paged_kv_indptr) then reads
+    entries of an earlier, larger batch, and last_token_indices gathers out of bounds.
     """
     for role in coverage.plan.roles:
         if role.role is not Role.DRAFT_DECODE:

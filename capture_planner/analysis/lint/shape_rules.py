@@ -38,9 +38,8 @@ def tokens_not_requests_times_length(coverage: Coverage) -> Iterator[Diagnostic]
 def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     """A uniform graph has a query length that its role never runs.
 
-    Target and draft prefill run 1 + k tokens for each scheduled k; the draft prefill of a draft model, and of
-    parallel drafting, runs more. Draft decodes run one. vLLM applied the target's formula to the drafter and got a
-    length of -5.
+    Target and draft prefill run 1 + k tokens for each scheduled k; the draft prefill of a draft model, and of parallel
+    drafting, runs more. Draft decodes run one. vLLM applied the target's formula to the drafter and got a length of -5.
     """
     for role in coverage.plan.roles:
         families = decode_families(role.role, coverage.plan)

@@ -160,7 +160,8 @@ def aim_of(spec: Spec, profile: Profile) -> Aim:
     share = MAX_SLOWDOWN if spec.sizes.max_slowdown is None else Fraction(str(spec.sizes.max_slowdown))
     bounds = *(1 + share * 2**doubled for doubled in range(DOUBLINGS)), None
     # Decodes keep the bound as long as they can: most steps of a served load are decodes, whatever its size.
-    limits = *(Limit(bounds[0], mixed) for mixed in bounds), *(Limit(decodes, None) for decodes in bounds[1:])
+    pairs = *((bounds[0], mixed) for mixed in bounds), *((decodes, None) for decodes in bounds[1:])
+    limits = tuple(Limit(*pair, measured=measured) for pair in pairs for measured in (True, False))
     return Aim(limits=limits, base=round(profile.base_overhead * NANO))
 
 

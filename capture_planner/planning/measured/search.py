@@ -7,8 +7,8 @@ eager. Sets of waived teams are taken in the order of what each costs at least, 
 Decodes of the target keep their graphs, and so do those whose substitute has no times of its own mode, as long as the
 budget holds their least table.
 
-No step is to take much longer than on a graph of its own size, whatever the traffic. That bound is kept as far as the
-budget holds it and the mean step pays at most ``PRICE`` for it; else it is loosened, for mixed batches first.
+No step is to take much longer than on a graph of its own size, whatever the traffic, nor to rest on an assumed time if
+a measured graph holds it. What the budget and ``PRICE`` do not allow is loosened, for mixed batches first.
 
 Of tables that cost nearly the same as the best, the one that is easier to review is taken: sizes move to those of
 today, or to round ones, those first that cost least by it.
@@ -59,8 +59,8 @@ Waivers = frozenset[int]
 _Ranked = tuple[tuple[Value | Fraction, int, int], "Table"]
 """A table behind what it is ranked by: less is better."""
 
-Programs = MutableMapping[tuple[int, Waivers, Fraction | None], LadderProgram]
-"""Programs of teams by index, by the waived ones that they serve too, and by the ratio: the same for all bounds."""
+Programs = MutableMapping[tuple[int, Waivers, Fraction | None, bool], LadderProgram]
+"""Programs of teams by index, by the waived ones that they serve too, and by the limit: the same for all bounds."""
 
 
 @attrs.frozen
@@ -70,6 +70,8 @@ class Limit:
     decodes: Fraction | None = None
     mixed: Fraction | None = None
     """No less than that of decodes, which mixed graphs may serve."""
+    measured: bool = False
+    """Whether no size beyond what was measured serves batches that a measured one may."""
 
     def of(self, team: Team, *, moved: bool = False) -> Fraction | None:
         """Return that of a team; ``moved``: mixed graphs serve decodes too."""
@@ -183,7 +185,7 @@ def _notes(
 ) -> Iterator[str]:
     """Say what keeps another table from being known to cost no less, and which bound on the worst step is not kept."""
     first = aim.limits[0]
-    if first.decodes is not None and table.limit != first:
+    if first.decodes is not None and table.limit != attrs.evolve(first, measured=table.limit.measured):
         yield (
             f"of the sizes tried the budget holds none by which each step takes at most {float(first.decodes - 1):.0%} "
             f"longer than on a graph of its own size, at a price of at most {float(PRICE):.1%} of a mean step; the "
@@ -414,7 +416,7 @@ class _WaivedSets:
         for index in alive:
             team = self._teams[index]
             moved = frozenset(each for each in dropped if serves(team, self._teams[each]))
-            program = self._program(index, moved, limit.of(team, moved=bool(moved)))
+            program = self._program(index, moved, limit.of(team, moved=bool(moved)), measured=limit.measured)
             groups.append(SizeGroup(program=program, takes=self._takes[index], pool=self._pool(team, program, fixed)))
         # Without groups nothing is taken, even where a limit is negative.
         chosen = (least_worst if regret else allocate)(groups, limits) if groups else []
@@ -435,17 +437,19 @@ class _WaivedSets:
             limit=limit,
         )
 
-    def _program(self, index: int, moved: Waivers, limit: Fraction | None = None) -> LadderProgram:
-        key = index, moved, limit
+    def _program(
+        self, index: int, moved: Waivers, limit: Fraction | None = None, *, measured: bool = False
+    ) -> LadderProgram:
+        key = index, moved, limit, measured
         if key not in self._programs:
             team, decodes = self._teams[index], [self._teams[each] for each in sorted(moved)]
-            if limit is None:
+            if limit is None and not measured:
                 # Where its largest size takes of the memory, a smaller one of the same time may be better.
                 every_top = team.kind is Kind.MIXED and self._bounds.has_pool(team.ladders)
                 problem = problem_of(team, self._costs, decodes, base=self._base, every_top=every_top)
             else:  # what sizes cost does not depend on the limit
                 problem = self._program(index, moved).problem
-            self._programs[key] = LadderProgram(problem, limit)
+            self._programs[key] = LadderProgram(problem, limit, measured)
         return self._programs[key]
 
     def _least(self, index: int) -> Value:
@@ -539,7 +543,7 @@ def _moves(group: SizedGroup, wanted: Callable[[int], bool]) -> Iterator[tuple[V
     """Yield what it costs more to move a size to the next preferred one above or below, its place, and that one."""
     problem, indices = group.group.problem, group.indices
     for place, index in enumerate(indices):
-        if wanted(problem.sizes[index]):
+        if wanted(problem.sizes[index]) or index == problem.border:
             continue
         low = indices[place - 1] if place else -1
         high = indices[place + 1] if place + 1 < len(indices) else len(problem.sizes)

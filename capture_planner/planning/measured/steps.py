@@ -12,12 +12,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs, Family
-from capture_planner.planning.percentiles import percentile
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import (
@@ -39,6 +39,21 @@ Answer = Callable[[Batch], Entry | None]
 
 Modes = Mapping[Role, GraphMode]
 """The mode of each role, by which a table with every size is judged."""
+
+T = TypeVar("T")
+
+
+def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
+    """Return the first of ascending counted items within which ``percent`` of all counts are; there must be some."""
+    # Read twice: for the sum of the counts, and for the item.
+    items = list(counts)
+    left = sum(count for _, count in items) * percent / 100
+    for item, count in items:
+        left -= count
+        # Counts are whole, and what is left may not be, by rounding.
+        if left <= 1e-9:
+            return item
+    return items[-1][0]
 
 
 @attrs.frozen

@@ -3,10 +3,10 @@
 The target's batches are the draft prefill's too, and engines run it on the target's padded shape (vLLM 0.33,
 ``v1/worker/gpu/spec_decode``). So ladders of the two with the same counts are one team.
 
-Counts are smoothed by kind of pass, whatever the sizes will be: each table is judged on the same batches, with the same
-weights. Raw histograms overfit: sizes that are best at one load waste up to several times the time at another. So part
-of the weight goes to a kernel over half to one and a half times each count, and a tenth of that part to all counts
-alike. The part falls with the number of steps, and never to nothing: loads change.
+Counts are smoothed by kind of pass, whatever the sizes will be, so each table is judged by the same weights. Raw
+histograms overfit: sizes that are best at one load waste up to several times the time at another. So part of the weight
+goes to a kernel over half to one and a half times each count, and three quarters of that part to all doublings of the
+count alike. The part falls with the number of steps, and never to nothing: loads change.
 """
 
 from __future__ import annotations
@@ -115,10 +115,20 @@ class Demand:
         """Return ladders with one choice of sizes, and the weight of each count."""
         # All ladders of a team have the same counts; of a target's and a draft prefill's, the first is the target's.
         first = ladders[0]
-        weights = smoothed(self._observed[first], first.last, self.total, self.passes[first])
+        weights = smoothed(self._observed[first], first.last, self.total, self.passes[first], given=self._given(first))
         for count, weight in self._tail[first].items():
             weights[count] += weight
         return Team(ladders=ladders, weights=tuple(weights), passes=self.passes[first])
+
+    def _given(self, ladder: Ladder) -> float:
+        """Return the flat weight of mixed batches that decodes get if none was observed; negative: what those give."""
+        alike = self._by_role[ladder.role]
+        decodes = [each for each in alike if each.kind is Kind.DECODE]
+        # Loads change: one that falls has decodes of a few requests.
+        if not decodes or any(self.passes[each] for each in decodes):
+            return 0.0
+        flat = {each: FLAT * prior_share(self.passes[each]) * self._observed[each].total() for each in alike}
+        return float(sum(flat.values()) / len(decodes) if ladder in decodes else -flat[ladder])
 
     def _served(self, batch: Batch) -> Iterator[tuple[Batch, int, Ladder | None]]:
         """Yield the passes of a step, each with how often it runs and the ladder that serves it."""
@@ -154,25 +164,27 @@ def prior_share(steps: int) -> Fraction:
     return max(LEAST_PRIOR, Fraction(PRIOR_STEPS, PRIOR_STEPS + steps))
 
 
-def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | None = None) -> list[int]:
+def smoothed(
+    observed: Mapping[int, int], last: int, steps: int, number: int | None = None, given: float = 0
+) -> list[int]:
     """Return the weight of each count from 0 to ``last``; those of a pass that each step runs sum to about ``SCALE``.
 
-    A ladder of which nothing was observed weighs like one step. The prior has every doubling of the count alike, so a
-    load that falls to a few requests finds sizes for them.
+    A ladder of which nothing was observed weighs like one step, or like ``given``. The prior has every doubling of the
+    count alike, so a load that falls to a few requests finds sizes for them.
 
     :param observed: passes by count, each from 1 to ``last``; or as often as requests waited for them.
     :param steps: steps in all, of which these passes are a part; or as often as requests waited for them.
     :param number: how many passes there were, where ``observed`` has more of each.
+    :param given: passes that every doubling has besides, in equal parts; negative: that they have less.
     """
     passes = sum(observed.values())
     total = max(steps, 1)
     prior = [log((count + 1) / count) / log(last + 1) for count in range(1, last + 1)]
-    # Sizes are needed here all the same, as loads change.
     if not passes:
-        # At least 1, so that each count needs a size.
-        return [0, *(max(round(SCALE / total * part), 1) for part in prior)]
-    share = float(prior_share(passes if number is None else number))
-    flat, kernel = share * float(FLAT), share * float(1 - FLAT)
+        # At least 1: sizes are needed here all the same, as loads change.
+        return [0, *(max(round(SCALE / total * max(given, 1.0) * part), 1) for part in prior)]
+    share = prior_share(passes if number is None else number)
+    flat, kernel = float(share * FLAT) * passes + given, float(share * (1 - FLAT))
     # Each count is spread over half to one and a half times itself: where that begins its part is added, where it ends
     # subtracted, and the running sum is what all counts give to each.
     changes = [0.0] * (last + 2)
@@ -184,9 +196,9 @@ def smoothed(observed: Mapping[int, int], last: int, steps: int, number: int | N
     unit = SCALE / total
     pairs = zip((0.0, *prior), kernels, strict=False)
     # Floating-point sums may end just below 0.
-    weights = [round(unit * (flat * passes * part + kernel * max(spread, 0.0))) for part, spread in pairs]
+    weights = [round(unit * (flat * part + kernel * max(spread, 0.0))) for part, spread in pairs]
     for count, weight in observed.items():
-        weights[count] += round(unit * (1 - share) * weight)
+        weights[count] += round(unit * float(1 - share) * weight)
     # No batch has 0 requests or 0 tokens.
     weights[0] = 0
     return weights
@@ -240,7 +252,7 @@ def problem_of(
                 above[index] += weight * _total(curves, count * each.unit)
     graphs = [costs.graph(ladder.family) for ladder in team.ladders]
     eager = [eager_of(ladder, costs) for ladder in team.ladders]
-    ceiling = sizes[-1]
+    ceiling, reach = sizes[-1], min(curve.reach for curve in graphs) // unit
     times = [_total(graphs, size * unit) for size in sizes]
     own = [_total(graphs, domain.round_up(least[size]) * unit) for size in sizes]
     alone = [
@@ -265,6 +277,8 @@ def problem_of(
         own=own,
         alone=alone,
         base=base,
+        # Times beyond what was measured are a rule's, so no batch that a measured graph holds depends on them.
+        known=max((size for size in sizes if size <= reach), default=None) if reach < ceiling else None,
         every_top=every_top,
     )
 

@@ -11,8 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
-from operator import mul
+from itertools import accumulate, pairwise
+from operator import mul, sub
 from typing import TypeVar
 
 import attrs
@@ -55,6 +55,8 @@ class LadderProblem:
     """The largest ratio of the counts above each size, which have no graph; last, that of all counts."""
     base: int = 0
     """Nanoseconds that a step takes besides, which do not depend on the graph."""
+    border: int = -1
+    """Index of the largest size whose time was measured; -1: all were, or that size is not worth a graph."""
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class LadderProblem:
         own: Sequence[int] | None = None,
         alone: Sequence[Fraction] = (),
         base: int = 0,
+        known: int | None = None,
         every_top: bool = False,
     ) -> LadderProblem:
         """Drop the sizes that are not worth a graph.
@@ -78,6 +81,7 @@ class LadderProblem:
         :param above: what the counts of each size cost without a graph; None: its largest count's time for each.
         :param own: least time of the counts of each size on graphs of their own; None: that of the size.
         :param alone: the largest ratios of the counts of each size without a graph, where others run on it too.
+        :param known: the largest size whose time was measured; None: all were.
         :param every_top: whether sizes of equal times are kept.
         """
         # From the largest down, as only a larger size can make one useless.
@@ -94,6 +98,7 @@ class LadderProblem:
         if alone:
             ratios = [max(ratio, *alone[i : j + 1]) for ratio, i, j in zip(ratios, firsts, kept, strict=False)]
         worst = [*accumulate(reversed(ratios), max)][::-1]
+        *_, border = -1, *(n for n, (i, j) in enumerate(pairwise(kept)) if sizes[i] == known and times[i] < times[j])
         return cls(
             sizes=tuple(sizes[index] for index in kept),
             times=tuple(times[index] for index in kept),
@@ -104,6 +109,7 @@ class LadderProblem:
             own=tuple(min(least[first], times[index]) for first, index in zip(firsts, kept, strict=False)),
             alone=(*worst[1:], Fraction(1), worst[0]),
             base=base,
+            border=border,
         )
 
     def cost(self, chosen: Sequence[int]) -> Value:
@@ -117,10 +123,7 @@ class LadderProblem:
     @cached_property
     def with_each_top(self) -> tuple[Value, ...]:
         """The least cost that any number of sizes has, by the index of the largest."""
-        own = accumulate(
-            time * (weight - before)
-            for time, weight, before in zip(self.times, self.weights, (0, *self.weights), strict=False)
-        )
+        own = accumulate(map(mul, self.times, map(sub, self.weights, (0, *self.weights))))
         return tuple(map(sum, zip(own, self.tails, strict=True)))
 
     @cached_property
@@ -141,15 +144,17 @@ class LadderProblem:
         falling = range(self.least_top, len(self.sizes) - 1)
         return self.least_top + bisect_left(falling, True, key=lambda index: self.alone[index] <= ratio)
 
-    def within(self, ratio: Fraction) -> tuple[int, ...]:
+    def within(self, ratio: Fraction | None, *, measured: bool = False) -> tuple[int, ...]:
         """Return the fewest sizes with which no count takes more than ``ratio`` times its own size; then the smallest.
 
-        Counts above the largest size take their eager time. Empty: no sizes are so near.
+        Counts above the largest size take their eager time. Empty: no sizes are so near. ``measured``: as in a program.
         """
         # Each next smaller size is the largest whose counts the one above may not serve.
-        chosen = [self.least_top_within(ratio)]
+        chosen = [self.least_top if ratio is None else self.least_top_within(ratio)]
         while True:
-            first = self.first_served(chosen[-1], ratio)
+            first = 0 if ratio is None else self.first_served(chosen[-1], ratio)
+            if measured and chosen[-1] > self.border:
+                first = max(first, self.border + 1)
             if first > chosen[-1]:
                 return ()
             if first == 0:
@@ -172,16 +177,19 @@ class LadderProgram:
     problem: LadderProblem
     limit: Fraction | None = None
     """The largest ratio that a count may have; None: any."""
+    measured: bool = False
+    """Whether sizes larger than the border come with that one, so that none serves counts that it may."""
     _values: list[list[Value | None]] = attrs.field(factory=list, init=False)
     _before: list[list[int]] = attrs.field(factory=list, init=False)
     _tops: list[tuple[list[int], list[Value]]] = attrs.field(factory=list, init=False)
     _lows: list[int] | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        if self.limit is not None:
-            ratio = self.limit
+        ratio, border = self.limit, self.problem.border if self.measured else -1
+        if ratio is not None or border >= 0:
             # Before size j comes one that is no smaller than the one at lows[j], if any.
-            self._lows = [self.problem.first_served(j, ratio) - 1 for j in range(len(self.problem.sizes))]
+            lows = [-1 if ratio is None else self.problem.first_served(j, ratio) - 1 for j in range(self.most)]
+            self._lows = [max(low, border) if j > border else low for j, low in enumerate(lows)]
 
     @property
     def most(self) -> int:
@@ -191,7 +199,7 @@ class LadderProgram:
     @cached_property
     def least(self) -> tuple[int, ...]:
         """The fewest sizes that it may have, and the smallest of those; empty: no sizes are within the limit."""
-        return (self.problem.least_top,) if self.limit is None else self.problem.within(self.limit)
+        return self.problem.within(self.limit, measured=self.measured)
 
     @cached_property
     def every_size(self) -> Value:

@@ -171,6 +171,9 @@ def test_shipped_profiles_keep_full_decodes_and_a_bound_at_any_load(name: str, d
         for each, repeats in passes_of(batch, spec):
             entry = dispatcher.dispatch(each).entry
             fused = entry is not None and entry.draft_steps is not None
+            if entry is not None:  # A batch that a measured graph may hold does not depend on an assumed time.
+                reach = costs.graph((each.role, entry.mode, entry.query_len, entry.draft_steps)).reach
+                assert entry.num_tokens <= reach or each.num_tokens > reach
             times = prices.of(each, entry, repeats), prices.with_every_size(each, repeats, fused=fused)
             for side, time in enumerate(times):
                 teams[each.role is Role.DRAFT_DECODE][side] += time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from itertools import product
 
 import attrs
@@ -19,6 +20,7 @@ from capture_planner.planning.measured.teams import (
     Demand,
     Team,
     eager_of,
+    prior_share,
     problem_of,
     serves,
     smoothed,
@@ -139,7 +141,14 @@ def test_each_pass_counts_at_its_own_decodes_or_at_mixed_batches(
     for each in ladders:
         assert demand.passes[each] == passes[each]
         assert by_request or passes[each] == observed[each].total()
-        weights = smoothed(observed[each], each.domain.intervals[-1][1], sum(weights_of.values()), passes[each])
+        alike = [one for one in ladders if one.role is each.role]
+        decodes = [one for one in alike if one.kind is Kind.DECODE]
+        # What all counts of mixed batches would have alike is the decodes', where the role had none.
+        flat = {one: Fraction(3, 4) * prior_share(passes[one]) * observed[one].total() for one in alike}
+        moved = sum(flat.values()) / len(decodes) if each in decodes else -flat[each]
+        unseen = bool(decodes) and not any(passes[one] for one in decodes)
+        last, total = each.domain.intervals[-1][1], sum(weights_of.values())
+        weights = smoothed(observed[each], last, total, passes[each], given=float(moved) if unseen else 0.0)
         for amount, weight in heavy[each].items():
             weights[amount] += weight
         assert demand.team((each,)) == Team(ladders=(each,), weights=tuple(weights), passes=passes[each])

@@ -25,7 +25,7 @@ from capture_planner_runner.report.charts import Buckets, cumulative, thinned
 from capture_planner_runner.report.run import run_report, sections
 from capture_planner_runner.report.summary import summary
 from support import ledgers
-from support.pages import check_plots
+from support.pages import check_plots, grids_of
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -179,7 +179,7 @@ def check(report, page):
     for section in sections(report, summary(report)):
         for text in (part for part in section.parts if isinstance(part, str)):
             assert not printable(text).strip() or printable(text).strip() in shown
-        for row in (row for grid in section.grids for row in grid.rows):
+        for row in (row for grid in grids_of(section) for row in grid.rows):
             for cell in row:
                 text = ran(cell) if isinstance(cell, GraphMode) else printable(cell).strip()
                 assert not text or text in shown

@@ -34,6 +34,7 @@ from capture_planner_runner.report.run import (
 )
 from capture_planner_runner.report.summary import Percentiles
 from support import ledgers
+from support.pages import grids_of
 
 REPORTS = ledgers.reports()
 EMPTY = RunReport(
@@ -61,7 +62,7 @@ def printed(report, width):
 
 def rows_of(section):
     """Return the rows of all tables of a section."""
-    return [row for grid in section.grids for row in grid.rows]
+    return [row for grid in grids_of(section) for row in grid.rows]
 
 
 @given(REPORTS)
@@ -361,7 +362,7 @@ def test_the_tables_fit_their_width(report, width):
 def test_graphs_that_are_used_most_have_their_fingerprints(report):
     """Digest, nodes and kernels in the table as in the JSON; none where nothing read them."""
     numbers = summary(report)
-    grids = next(s for s in sections(report, numbers) if s.name == "graphs").grids
+    grids = grids_of(next(s for s in sections(report, numbers) if s.name == "graphs"))
     shown = [(row[3], row[5], row[6]) for grid in grids for row in grid.rows]
     used = [each["fingerprint"] for each in plain(report)["captured"]["entries"] if each["forwards"]]
     expected = [

@@ -76,7 +76,7 @@ def tuned(folder: JournalFolder, number: int, seconds: float) -> TuneProposal | 
         try:
             # A process of its own can be stopped in time, and no error or memory of it reaches the engine.
             done = subprocess.run(
-                [sys.executable, "-m", "capture_planner.cli", *words],
+                [sys.executable, "-m", "capture_planner", *words],
                 capture_output=True,
                 text=True,
                 timeout=seconds,
