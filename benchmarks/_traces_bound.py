@@ -1,8 +1,8 @@
-"""The least that a table of so many graphs can take, by one who knows the steps: what bounds any choice of sizes.
+"""A lower bound on the mean step of a table of so many graphs, which may be chosen by the steps that judge it.
 
-Decodes of each role run on FULL graphs, mixed batches on PIECEWISE ones or eager, and the draft prefill has the
-target's sizes. A kind of graphs is a dynamic program over its sizes, and all numbers of graphs for each kind are tried.
-Where the host may hide the drafter's passes of a step they cost nothing here, so no table takes less than this.
+Tables have FULL graphs for all decodes, PIECEWISE graphs for mixed batches, and the target's sizes for the draft
+prefill, as vLLM's have. Each kind of graphs is a dynamic program over its sizes; all numbers of graphs for each kind
+are tried. Where the host may hide the drafter's passes of a step, they cost nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ Floats = NDArray[np.float64]
 
 @attrs.frozen
 class Passes:
-    """Passes of ``tokens`` of some steps, and what those take in milliseconds, apart from what no size changes."""
+    """Passes of one size, and what the rest of their steps takes in milliseconds."""
 
     tokens: int
     count: float
     others: float = 0.0
-    """Of the step's other passes."""
+    """Least time of the step's other passes."""
     floor: float = 0.0
+    """Least time of all passes of the step."""
     overhead: float = 0.0
+    """Time of the step besides its passes."""
     eager: float = math.inf
-    """Of a step whose pass runs without a graph; of a decode infinite."""
+    """The same in all if this pass runs eager; infinite for decodes."""
 
 
 def least_mean(judge: Judge, steps: Mapping[Batch, int], graphs: int) -> float:
@@ -49,9 +51,11 @@ def least_mean(judge: Judge, steps: Mapping[Batch, int], graphs: int) -> float:
         ways = (own, eager) if each is None else (own,)
         least = [_least(judge, other, length, size) for other, length, _, size, _ in drafts]
         others = sum(time * repeats for time, (*_, repeats) in zip(least, drafts, strict=True))
-        alone = max(judge.time(role, *eager, tokens) + others, profile.floor(*eager)) + profile.overhead(*eager)
         row = Passes(tokens, count, others, profile.floor(*own), profile.overhead(*own))
-        kinds[False, *own][role].append(row if each is not None else attrs.evolve(row, eager=alone))
+        if each is None:
+            alone = max(judge.time(role, *eager, tokens) + others, profile.floor(*eager)) + profile.overhead(*eager)
+            row = attrs.evolve(row, eager=alone)
+        kinds[False, *own][role].append(row)
         fixed += count * (profile.step(batch.num_reqs, 0.0) - profile.base_overhead)
         # Above the floor, however the target runs, each millisecond of the drafter counts.
         if all(judge.time(role, *way, tokens) + others >= profile.floor(*way) for way in ways):
@@ -86,6 +90,8 @@ def _by_graphs(
     served, eager = np.zeros((len(sizes), len(sizes))), np.zeros(len(sizes))
     for role, rows in roles.items():
         times = np.array([judge.time(role, mode, query_len, size) for size in sizes])
+        # Else a larger size, or one that no count has, could cost less.
+        assert (np.diff(times) >= 0).all(), f"times of {role} {mode} fall with the size"
         table = np.array([attrs.astuple(row) for row in rows])
         places, (count, others, floor, overhead, alone) = np.searchsorted(sizes, table[:, 0]), table[:, 1:].T
         steps = np.maximum(times + others[:, None], floor[:, None]) + overhead[:, None]

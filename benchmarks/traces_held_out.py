@@ -4,7 +4,7 @@ Four traces, with and without three drafts of EAGLE-3, the shipped profiles, and
 is sped up or slowed down until its steps have 45 % of ``max_num_seqs`` requests on average, in a closed loop at the
 profile's own times. The budget is a third of vLLM's graphs. The judge is this script's own: it reads curves by itself,
 and shares with the planner no more than the records and the dispatcher. ``targets_of`` has what must hold. ``bound`` is
-what any table of so many graphs takes at least, also one that is chosen on the last third itself.
+what a table of so many graphs, with FULL graphs for all decodes, takes at least, even if chosen on the last third.
 """
 
 from __future__ import annotations

@@ -58,12 +58,10 @@ class BatchAnswer:
     def misses_graph(self) -> bool:
         """Whether a compatible graph is captured, and the batch runs eager, or PIECEWISE for a FULL one."""
         mode = self.answer.mode
-        # Nothing is better than a full graph, and most batches have one: the others are not compared with it.
-        if mode is GraphMode.FULL:
+        # Nothing is better than a full graph, which most batches have; without a compatible graph eager is right.
+        if mode is GraphMode.FULL or (best := self.best) is None:
             return False
-        best = self.best
-        # Without a compatible graph eager is right.
-        return best is not None and (mode is GraphMode.NONE or best.mode is GraphMode.FULL)
+        return mode is GraphMode.NONE or best.mode is GraphMode.FULL
 
 
 @attrs.frozen(kw_only=True)

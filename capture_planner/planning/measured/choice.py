@@ -182,9 +182,8 @@ def _expected(spec: Spec, table: BudgetedTable, demand: Demand, prices: Prices) 
 
 def _about_tail(objective: str, steps: Steps, expected: float, real: float) -> Iterator[str]:
     """Say what a percentile rests on, except for decodes of one length: there more requests never take less time."""
-    if len({batch.uniform_query_len for batch in steps.counts} | {None}) > 2 or any(
-        batch.uniform_query_len is None for batch in steps.counts
-    ):
+    lengths = {batch.uniform_query_len for batch in steps.counts}
+    if None in lengths or len(lengths) > 1:
         other = "" if real <= expected * (1 + 1e-9) else f"; with these sizes the {objective} step takes {real:.4g} ms"
         yield (
             f"assumed: the {objective} step is the same one as with a graph of every size, and takes {expected:.4g} ms"
@@ -284,7 +283,7 @@ def _about_ladders(
     if fewer:
         yield f"fewer LoRA cases leave more sizes, and the profile has no times by adapters: {', '.join(fewer)}"
     for name in dict.fromkeys(str(new) for old, new in pairs if new.sizes and not demand.passes[old]):
-        yield f"no batch of {name} was observed: its sizes are those that hold the bound on the worst step"
+        yield f"no batch of {name} was observed: its sizes follow the prior and the bound on the worst step"
 
 
 def _decisions(

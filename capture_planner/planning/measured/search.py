@@ -7,8 +7,8 @@ eager. Sets of waived teams are taken in the order of what each costs at least, 
 Decodes of the target keep their graphs, and so do those whose substitute has no times of its own mode, as long as the
 budget holds their least table.
 
-No step is to take much longer than on a graph of its own size, whatever the traffic, nor to rest on an assumed time if
-a measured graph holds it. What the budget and ``PRICE`` do not allow is loosened, for mixed batches first.
+No step is to take much longer than on a graph of its own size, whatever the traffic, and no batch that fits a measured
+size is to run on one whose time is assumed. Limits that the budget or ``PRICE`` does not allow are loosened.
 
 Of tables that cost nearly the same as the best, the one that is easier to review is taken: sizes move to those of
 today, or to round ones, those first that cost least by it.
@@ -65,13 +65,13 @@ Programs = MutableMapping[tuple[int, Waivers, Fraction | None, bool], LadderProg
 
 @attrs.frozen
 class Limit:
-    """Bounds on the ratio of a batch's time to the time of its own size; None: no bound."""
+    """What sizes must keep to: the ratio of a batch's time to the time of its own size; None: any."""
 
     decodes: Fraction | None = None
     mixed: Fraction | None = None
     """No less than that of decodes, which mixed graphs may serve."""
     measured: bool = False
-    """Whether no size beyond what was measured serves batches that a measured one may."""
+    """Whether batches that fit a measured size must not run on one that was not measured."""
 
     def of(self, team: Team, *, moved: bool = False) -> Fraction | None:
         """Return that of a team; ``moved``: mixed graphs serve decodes too."""
@@ -122,7 +122,7 @@ class Aim:
     regret: bool = False
     """True to minimize the worst ratio rather than the cost."""
     limits: tuple[Limit, ...] = (Limit(),)
-    """Bounds on the worst ratio to try in turn, the tightest first."""
+    """Limits to try in turn, the strictest first."""
     base: int = 0
     """Nanoseconds of a step besides its passes, which ratios count with."""
 
@@ -191,6 +191,8 @@ def _notes(
             f"longer than on a graph of its own size, at a price of at most {float(PRICE):.1%} of a mean step; the "
             f"bound is {table.limit} in its place, and with these one takes up to {float(table.worst - 1):.0%} longer"
         )
+    if first.measured and not table.limit.measured:
+        yield f"at a price of {float(PRICE):.1%} some batches that fit a measured size run on one that was not measured"
     if not table.proven:
         yield (
             f"{len(teams)} kinds of graphs have too many sets to try all: of the {MOST_SETS} that lose least and the "
@@ -516,8 +518,9 @@ def with_preferred(table: Table, today: Graphs, holds: Callable[[Table], bool]) 
         if list(moved) != sorted(set(moved)):
             continue
         delta, worst = problem.cost(moved) - group.cost, problem.worst(moved)
+        assumed = table.limit.measured and moved[-1] > problem.border >= 0 and problem.border not in moved
         limit = table.limit.of(group.team, moved=bool(table.waived))
-        if delta > room or (limit is not None and worst > limit):
+        if assumed or delta > room or (limit is not None and worst > limit):
             continue
         groups = (*table.groups[:number], attrs.evolve(group, indices=moved), *table.groups[number + 1 :])
         changed = attrs.evolve(table, groups=groups, value=table.value + delta, worst=max(table.worst, worst))
@@ -543,7 +546,7 @@ def _moves(group: SizedGroup, wanted: Callable[[int], bool]) -> Iterator[tuple[V
     """Yield what it costs more to move a size to the next preferred one above or below, its place, and that one."""
     problem, indices = group.group.problem, group.indices
     for place, index in enumerate(indices):
-        if wanted(problem.sizes[index]) or index == problem.border:
+        if wanted(problem.sizes[index]):
             continue
         low = indices[place - 1] if place else -1
         high = indices[place + 1] if place + 1 < len(indices) else len(problem.sizes)

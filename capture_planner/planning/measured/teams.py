@@ -46,6 +46,9 @@ LEAST_PRIOR = Fraction(3, 10)
 FLAT = Fraction(3, 4)
 """Part of the prior that has every doubling of the count alike; the rest is the kernel."""
 
+RARE = 100
+"""Decodes that are fewer than one to so many mixed batches get part of their prior: the more, the fewer they are."""
+
 SCALE = 1 << 40
 """The weight of a pass in every step."""
 
@@ -121,13 +124,14 @@ class Demand:
         return Team(ladders=ladders, weights=tuple(weights), passes=self.passes[first])
 
     def _given(self, ladder: Ladder) -> float:
-        """Return the flat weight of mixed batches that decodes get if none was observed; negative: what those give."""
-        alike = self._by_role[ladder.role]
-        decodes = [each for each in alike if each.kind is Kind.DECODE]
+        """Return what to add to the flat part of the prior: decodes get that of mixed batches if next to none ran."""
+        decodes, mixed = ([each for each in self._by_role[ladder.role] if each.kind is kind] for kind in Kind)
+        decoded, others = (sum(self.passes[each] for each in some) for some in (decodes, mixed))
         # Loads change: one that falls has decodes of a few requests.
-        if not decodes or any(self.passes[each] for each in decodes):
+        if not decodes or RARE * decoded >= others:
             return 0.0
-        flat = {each: FLAT * prior_share(self.passes[each]) * self._observed[each].total() for each in alike}
+        part = FLAT * (1 - RARE * Fraction(decoded, others))
+        flat = {each: part * prior_share(self.passes[each]) * self._observed[each].total() for each in mixed}
         return float(sum(flat.values()) / len(decodes) if ladder in decodes else -flat[ladder])
 
     def _served(self, batch: Batch) -> Iterator[tuple[Batch, int, Ladder | None]]:
@@ -175,7 +179,7 @@ def smoothed(
     :param observed: passes by count, each from 1 to ``last``; or as often as requests waited for them.
     :param steps: steps in all, of which these passes are a part; or as often as requests waited for them.
     :param number: how many passes there were, where ``observed`` has more of each.
-    :param given: passes that every doubling has besides, in equal parts; negative: that they have less.
+    :param given: passes to add to the flat part of the prior; negative: to take from it.
     """
     passes = sum(observed.values())
     total = max(steps, 1)

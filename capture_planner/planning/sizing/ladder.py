@@ -103,9 +103,7 @@ class Ladder:
 
     def tightened(self) -> Ladder:
         """Return the best ladder of the same number of sizes, if adaptive."""
-        if not self.adaptive:
-            return self
-        return attrs.evolve(self, sizes=minimax(self.domain, len(self.sizes), self.anchors))
+        return attrs.evolve(self, sizes=minimax(self.domain, len(self.sizes), self.anchors)) if self.adaptive else self
 
     @property
     def reduced(self) -> Ladder:

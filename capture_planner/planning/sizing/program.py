@@ -56,7 +56,7 @@ class LadderProblem:
     base: int = 0
     """Nanoseconds that a step takes besides, which do not depend on the graph."""
     border: int = -1
-    """Index of the largest size whose time was measured; -1: all were, or that size is not worth a graph."""
+    """Index of the largest measured size; -1: all sizes or none were measured, or a larger one takes no longer."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class LadderProblem:
         :param above: what the counts of each size cost without a graph; None: its largest count's time for each.
         :param own: least time of the counts of each size on graphs of their own; None: that of the size.
         :param alone: the largest ratios of the counts of each size without a graph, where others run on it too.
-        :param known: the largest size whose time was measured; None: all were.
+        :param known: the largest measured size; None: all sizes were measured, or none was.
         :param every_top: whether sizes of equal times are kept.
         """
         # From the largest down, as only a larger size can make one useless.
@@ -178,7 +178,7 @@ class LadderProgram:
     limit: Fraction | None = None
     """The largest ratio that a count may have; None: any."""
     measured: bool = False
-    """Whether sizes larger than the border come with that one, so that none serves counts that it may."""
+    """Whether sizes above the border need it too, so that counts up to it run on measured sizes."""
     _values: list[list[Value | None]] = attrs.field(factory=list, init=False)
     _before: list[list[int]] = attrs.field(factory=list, init=False)
     _tops: list[tuple[list[int], list[Value]]] = attrs.field(factory=list, init=False)

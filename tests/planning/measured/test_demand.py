@@ -114,7 +114,7 @@ def test_each_pass_counts_at_its_own_decodes_or_at_mixed_batches(
     once, or once for each of its requests.
     """
     spec, ladders = drawn
-    counts = data.draw(st.dictionaries(batches(spec), st.integers(1, 9), max_size=4))
+    counts = data.draw(st.dictionaries(batches(spec), st.integers(1, 9) | st.integers(300, 900), max_size=4))
     tail = data.draw(st.none() | batches(spec))
     demand = Demand(Steps(counts), spec, ladders, "token" if by_request else "mean")
     weights_of = {batch: count * (batch.num_reqs if by_request else 1) for batch, count in counts.items()}
@@ -143,10 +143,13 @@ def test_each_pass_counts_at_its_own_decodes_or_at_mixed_batches(
         assert by_request or passes[each] == observed[each].total()
         alike = [one for one in ladders if one.role is each.role]
         decodes = [one for one in alike if one.kind is Kind.DECODE]
-        # What all counts of mixed batches would have alike is the decodes', where the role had none.
-        flat = {one: Fraction(3, 4) * prior_share(passes[one]) * observed[one].total() for one in alike}
-        moved = sum(flat.values()) / len(decodes) if each in decodes else -flat[each]
-        unseen = bool(decodes) and not any(passes[one] for one in decodes)
+        # The flat part of mixed batches is the decodes' where the role had none, and part of it if they are few.
+        mixed = [one for one in alike if one not in decodes]
+        many = sum(passes[one] for one in mixed)
+        part = 1 - 100 * Fraction(sum(passes[one] for one in decodes), max(many, 1))
+        flat = {one: part * Fraction(3, 4) * prior_share(passes[one]) * observed[one].total() for one in mixed}
+        moved = -flat[each] if each in mixed else sum(flat.values()) / len(decodes)
+        unseen = bool(decodes) and many > 0 and part > 0
         last, total = each.domain.intervals[-1][1], sum(weights_of.values())
         weights = smoothed(observed[each], last, total, passes[each], given=float(moved) if unseen else 0.0)
         for amount, weight in heavy[each].items():

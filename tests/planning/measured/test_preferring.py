@@ -24,21 +24,24 @@ NEARLY = Fraction(1, 20)
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
     """Draw the best tables of one or two ladders."""
-    groups, limit = [], draw(st.sampled_from((None, Fraction(6, 5))))
+    groups, limit, measured = [], draw(st.sampled_from((None, Fraction(6, 5)))), draw(st.booleans())
     for role in draw(st.sampled_from(((Role.TARGET,), (Role.TARGET, Role.DRAFT_DECODE)))):
         count = draw(st.integers(2, 30))
         times = list(accumulate(draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), initial=100))[1:]
         weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
         top = draw(st.sampled_from((1, count)))
-        problem = LadderProblem.of(range(1, count + 1), times, weights, [3 * each for each in times], top)
-        program = LadderProgram(problem, limit)
+        known = draw(st.none() | st.integers(1, count))
+        problem = LadderProblem.of(range(1, count + 1), times, weights, [3 * each for each in times], top, known=known)
+        program = LadderProgram(problem, limit, measured)
         indices = program.sizes(max(len(program.least), min(draw(st.integers(1, 6)), program.most)))
         ladder: Any = SimpleNamespace(role=role, kind=Kind.DECODE, query_len=2)
         team: Any = SimpleNamespace(ladders=(ladder,), kind=Kind.DECODE)
         groups.append(SizedGroup(team=team, group=SizeGroup(program=program, takes=()), indices=indices))
     worst = max(each.group.problem.worst(each.indices) for each in groups)
     value = sum(each.cost for each in groups)
-    return Table(groups=tuple(groups), waived=frozenset(), value=value, worst=worst, limit=Limit(limit))
+    return Table(
+        groups=tuple(groups), waived=frozenset(), value=value, worst=worst, limit=Limit(limit, measured=measured)
+    )
 
 
 def entry(size: int) -> Entry:
@@ -68,6 +71,8 @@ def test_preferred_sizes_cost_hardly_more(table: Table, today: set[int], largest
         assert list(after.sizes) == sorted(after.sizes)
         assert after.indices[-1] >= after.group.problem.least_top
         assert table.limit.decodes is None or after.group.problem.worst(after.indices) <= table.limit.decodes
+        border = after.group.problem.border if table.limit.measured else -1
+        assert after.indices[-1] <= border or border < 0 or border in after.indices
         own = today if after.team.ladders[0].role is Role.TARGET and today else set(range(ROUND, 31, ROUND))
         assert len(own.intersection(after.sizes)) >= len(own.intersection(before.sizes))
 
