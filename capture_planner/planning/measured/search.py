@@ -192,7 +192,7 @@ def _notes(
             f"bound is {table.limit} in its place, and with these one takes up to {float(table.worst - 1):.0%} longer"
         )
     if first.measured and not table.limit.measured:
-        yield f"at a price of {float(PRICE):.1%} some batches that fit a measured size run on one that was not measured"
+        yield f"no table within the budget and {float(PRICE):.1%} of the best runs batches on measured sizes that fit"
     if not table.proven:
         yield (
             f"{len(teams)} kinds of graphs have too many sets to try all: of the {MOST_SETS} that lose least and the "
