@@ -36,9 +36,9 @@ class Passes:
     floor: float = 0.0
     """Least time of all passes of the step."""
     overhead: float = 0.0
-    """Time of the step besides its passes."""
+    """Host overhead of the step."""
     eager: float = math.inf
-    """The same in all if this pass runs eager; infinite for decodes."""
+    """Time of the step, or of a drafter's pass alone, if the pass runs eager; infinite for decodes."""
 
 
 def least_mean(judge: Judge, steps: Mapping[Batch, int], graphs: int) -> float:

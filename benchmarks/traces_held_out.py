@@ -268,7 +268,8 @@ def judged(cell: Cell, rows: Sequence[TraceRow], *, hindsight: bool) -> dict[str
     theirs = planner.plan(spec, environment, backends)
     blocks = paced(rows, spec, judge)
     seen, rest = first_part(blocks, CHOSEN)
-    budget = replace(spec, sizes=Sizes(policy=Policy.MEASURED), budget=Budget(max_graphs=theirs.num_graphs // 3))
+    graphs = theirs.num_graphs // 3
+    budget = replace(spec, sizes=Sizes(policy=Policy.MEASURED), budget=Budget(max_graphs=graphs))
     row: dict[str, Any] = attrs.asdict(cell) | {
         "load": round(_load(blocks) / cell.max_num_reqs, 3),
         "steps": rest.total(),
@@ -287,7 +288,7 @@ def judged(cell: Cell, rows: Sequence[TraceRow], *, hindsight: bool) -> dict[str
         "graphs": ours.num_graphs,
         "ratio": judge.mean(own, rest) / best,
         "vllm_ratio": judge.mean(other, rest) / best,
-        "bound": least_mean(judge, rest, theirs.num_graphs // 3) / best,
+        "bound": least_mean(judge, rest, graphs) / best,
         "full_decodes": any(entry.mode is GraphMode.FULL and entry.query_len for entry in entries),
         "worst": regret,
         "worst_requests": number,
@@ -358,7 +359,7 @@ def main() -> int:
     options.add_argument("--traces", type=Path, required=True, help="folder of CSV files of requests")
     options.add_argument("--only", default="", help="judge only cells with this text in their name")
     options.add_argument("--processes", type=int, default=1)
-    options.add_argument("--hindsight", action="store_true", help="choose on the last third itself: a bound")
+    options.add_argument("--hindsight", action="store_true", help="choose on the last third itself")
     arguments = options.parse_args()
     os.nice(10)
     rows_of: dict[str, Sequence[TraceRow]] = {path.stem: read_trace(path) for path in arguments.traces.glob("*.csv")}

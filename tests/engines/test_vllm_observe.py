@@ -374,7 +374,7 @@ ENGINES = st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=3)
 def test_each_engine_of_a_process_is_observed_as_its_variables_say(engines):
     """In their folder, with their profile, and with the plan that ran: its digest, and the decisions on it."""
     decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
-    # The first engine attaches what a process asks for its plan, for all of them.
+    # All engines of a process get their plans from the callable that the first one was attached with.
     decisions, plans = {}, []
     with process() as folder:
         for index, (is_observed, profiled, planned, eager) in enumerate(engines):

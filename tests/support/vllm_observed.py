@@ -64,7 +64,7 @@ def process(**environment):
     """A process that can import the stand-in as vLLM, and observes into the folder that it gives."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
     forget_vllm()
-    # Restored as a whole: a test may set variables of a later engine, too.
+    # Tests set variables for later engines, too, so all variables are restored.
     variables = mock.patch.dict(os.environ)
     with variables, pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.syspath_prepend(str(STANDIN))

@@ -49,7 +49,7 @@ def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
     left = sum(count for _, count in items) * percent / 100
     for item, count in items:
         left -= count
-        if left <= 1e-9:  # not 0: rounded
+        if left <= 1e-9:  # not 0: sums are rounded
             return item
     return items[-1][0]
 

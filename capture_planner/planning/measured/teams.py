@@ -47,7 +47,7 @@ FLAT = Fraction(3, 4)
 """Part of the prior that has every doubling of the count alike; the rest is the kernel."""
 
 RARE = 100
-"""Decodes that are fewer than one to so many mixed batches get part of their prior: the more, the fewer they are."""
+"""With fewer than one decode per so many mixed batches, decodes get part of their prior: the fewer, the more."""
 
 SCALE = 1 << 40
 """The weight of a pass in every step."""
@@ -281,7 +281,7 @@ def problem_of(
         own=own,
         alone=alone,
         base=base,
-        # Times beyond what was measured are a rule's, so no batch that a measured graph holds depends on them.
+        # Beyond what was measured times are assumed, so no batch that fits a measured graph depends on them.
         known=max((size for size in sizes if size <= reach), default=None) if reach < ceiling else None,
         every_top=every_top,
     )

@@ -98,7 +98,7 @@ class LadderProblem:
         if alone:
             ratios = [max(ratio, *alone[i : j + 1]) for ratio, i, j in zip(ratios, firsts, kept, strict=False)]
         worst = [*accumulate(reversed(ratios), max)][::-1]
-        *_, border = -1, *(n for n, (i, j) in enumerate(pairwise(kept)) if sizes[i] == known and times[i] < times[j])
+        border = next((n for n, (i, j) in enumerate(pairwise(kept)) if sizes[i] == known and times[i] < times[j]), -1)
         return cls(
             sizes=tuple(sizes[index] for index in kept),
             times=tuple(times[index] for index in kept),
